@@ -11,6 +11,7 @@ from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
+from omnizoo.launch.output import continue_without_output
 from omnizoo.launch.rank_failure import expected_failure, report_failure
 from omnizoo.parallel.layout import micro_batches, plan_layout
 from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
@@ -54,6 +55,7 @@ class TrainHelp(argparse.Action):
 
 def run(args: argparse.Namespace) -> int:
     """Check the config and the layout, then train in this process or in `--nproc` ranks. Returns the exit code."""
+    continue_without_output()
     clock = StartClock(whole_process=True)
     place = place_in_world()
     overrides = args.overrides
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     clock.done("imports")
     try:
         return train(config, report_failure, clock=clock)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError, UnicodeEncodeError) as error:
         if isinstance(error, TrainingError):
             raise
         rank = place[0] if place else 0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.parallel.parent_death import set_server_imports
 from omnizoo.parallel.process import process_group
 
 IMPORTED = ["omnizoo.verification.trial"]  # modules that the fork server imports
@@ -44,7 +45,7 @@ def run_in_processes(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     context = get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED, work.__module__])
+    set_server_imports([*IMPORTED, work.__module__])
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = []

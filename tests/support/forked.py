@@ -82,7 +82,6 @@ class Rank:
         start_new_session: bool,
         preexec_fn: Callable[[], object],
     ) -> None:
-        self._code: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
@@ -96,12 +95,6 @@ class Rank:
                 except OSError:  # that of the list itself
                     continue
         _become(command[1:], env)
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
