@@ -1,9 +1,10 @@
 """Second check of `verify` in fp32, for gradients that even one process does not compute within the tolerance.
 
-A gradient that is a small difference of large numbers has few correct digits in fp32, in one process as in any layout.
-The two may therefore disagree although there is no defect. fp64 shows whether there is one, because it removes rounding
-errors but not defects. A layout passes if it agrees with one process in fp64 within the fp64 tolerance, and if its
-difference from one process in fp32 is not much larger than the error of that process, measured against fp64.
+A gradient that is a small difference of large numbers has few correct digits in fp32, both in one process and in any
+layout. The two results may therefore disagree although there is no defect. fp64 shows whether there is one, because it
+removes rounding errors but not defects. A layout passes if it agrees with one process in fp64 within the fp64
+tolerance, and if its difference from one process in fp32 is not much larger than the error of that process, measured
+against fp64.
 """
 
 from dataclasses import replace
@@ -14,7 +15,8 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.verification.compare import Verdict, gradient_differences, verdict_of
 from omnizoo.verification.prepare import load_trial, prepare
 
-# Maximum ratio to the fp32 error of one process. Errors vary because the layout determines which additions are rounded.
+# Maximum ratio between the difference of a layout and the fp32 error of one process. Errors vary, because the layout
+# determines which additions are rounded.
 FACTOR = 10.0
 
 
