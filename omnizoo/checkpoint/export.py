@@ -182,7 +182,7 @@ def cast(
 
 
 def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
-    """Return the tensors that keep their precision: those in frozen tokenizers or kept in fp32 by transformers."""
+    """Return the names of tensors that are in frozen tokenizers, or that transformers keeps in fp32."""
     if model is None:
         return set()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))

@@ -64,7 +64,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing optimizer state with a step that changes no weights: zero gradients, zero learning rate."""
+    """Create missing optimizer state with a step that changes no weights.
+
+    Gradients and learning rates are 0 in this step.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     all_parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in all_parameters]

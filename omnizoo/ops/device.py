@@ -1,4 +1,4 @@
-"""The device of a process: selection, collective backend, peak FLOP/s, memory, and copies to and from it.
+"""Select the device of a process, get its collective backend, peak FLOP/s and memory, and copy tensors to and from it.
 
 No function in this file communicates with other ranks.
 """

@@ -1,4 +1,4 @@
-"""Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run each expert, combine.
+"""Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run the experts, and combine.
 
 `grouped_matmul` selects the kernel. `matmul_per_expert` is the plain torch reference in tests. It also runs where
 torch's grouped matmul cannot run: in float64, and for widths that are not multiples of 16 bytes.

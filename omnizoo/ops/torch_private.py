@@ -482,7 +482,7 @@ class _SteppingAside(TorchDispatchMode):
 
 
 class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
-    """Mode of the forward pass: saves the outputs of all-to-alls."""
+    """Mode of the forward pass that saves the outputs of all-to-alls."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = func(output, *args, **kwargs)
@@ -491,7 +491,7 @@ class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
 
 
 class _ReplayingMode(_SteppingAside, _CachedTorchDispatchMode):
-    """Mode of recomputation: returns the saved outputs of all-to-alls instead of communicating."""
+    """Mode of recomputation that returns the saved outputs of all-to-alls instead of communicating."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output.copy_(self.received.popleft())

@@ -87,9 +87,10 @@ def plan_routes(
         present = list({item.port for share in shares for item in share.items if item.spans})
     ports = sorted(present)
 
-    # Rows: destination rank, index among this rank's features.
+    # The rows of the arrays are the destination rank, and the index among this rank's features.
     sent = {port: [np.empty((2, 0), np.int64)] for port in ports}
-    # Rows: source rank, local index of the token, local index of the token before it, whether the feature is a target.
+    # The rows of the arrays are the source rank, the local index of the token, the local index of the token before it,
+    # and whether the feature is a target.
     received = {port: [np.empty((4, 0), np.int64)] for port in ports}
     num_features = dict.fromkeys(ports, 0)  # features that this rank computes
     for dp, share in enumerate(shares):

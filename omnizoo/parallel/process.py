@@ -1,4 +1,4 @@
-"""Join and leave the distributed run: rank, device, store and process group of this process.
+"""Join and leave the distributed run. It assigns a rank, a device and a process group to this process.
 
 A single process runs the same code with world size 1, an in-memory store and no network.
 """

@@ -15,8 +15,8 @@ class Device:
     memory_gb: float  # advertised size, interpreted as GiB, which is closer to the real size of 80 GB devices
     per_node: int = 8  # devices per node
     bf16_tflops: float = 0.0  # peak of dense matmuls with fp32 accumulation
-    inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, one direction
-    across_gb_per_s: float = 0.0  # bandwidth to other nodes, per device, one direction
+    inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, in one direction
+    across_gb_per_s: float = 0.0  # bandwidth of each device to other nodes, in one direction
     memory_gb_per_s: float = 0.0  # bandwidth of the device memory
     fp32_tflops: float = 0.0  # peak of matmuls in dtypes wider than 16 bits
     save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; a guess that device files can override

@@ -308,4 +308,6 @@ def traced(device: FakeDevice) -> Iterator[None]:
     except BUILDING_ERRORS as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not passes_on(frame.filename)]
         line = short_name(frames[-1].filename, frames[-1].lineno or 0) if frames else "an unknown line"
-        raise UserError(f"model: cannot be traced: {device.operator} at {line}: {named_line(error)}") from error
+        raise UserError(
+            f"model: cannot be traced, because {device.operator} failed at {line}: {named_line(error)}"
+        ) from error

@@ -223,7 +223,7 @@ class MemoryTracker(TorchDispatchMode):
             yield
 
     def _enter(self, name: str, *_: object) -> None:
-        """Forward hook: a module starts. The model itself has an empty name, and its start begins the forward phase."""
+        """Forward hook for the start of a module. The model has an empty name and begins the forward phase."""
         if not name:
             self._keep_gradients()
             self._turn(FORWARD)
@@ -235,7 +235,7 @@ class MemoryTracker(TorchDispatchMode):
         self._modules.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, out: object) -> None:
-        """Forward hook: a module ends. Gradient hooks on its outputs detect when its backward pass starts."""
+        """Forward hook for the end of a module. Gradient hooks on its outputs detect when its backward pass starts."""
 
         def enter_backward(_: torch.Tensor) -> None:
             self._turn(BACKWARD)

@@ -239,7 +239,7 @@ class _Convolution(torch.autograd.Function):
         return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-# Stand-ins by the names of the functions that ops/linear_attention/kernels.py imports.
+# Stand-ins, keyed by the names of the functions that ops/linear_attention/kernels.py imports.
 STATE_KERNELS: dict[str, Any] = {
     "chunk_gated_delta_rule": partial(_rule, True),
     "chunk_kda": partial(_rule, True),

@@ -1,4 +1,7 @@
-"""Compare the trial of a layout with the one-process trial: largest differences, and the first module that differs."""
+"""Compare the trial of a layout with the one-process trial.
+
+Find the largest differences, and the first module that differs.
+"""
 
 import json
 from collections.abc import Sequence
@@ -234,7 +237,7 @@ def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float]
     for name in sorted(reference.gradients, key=position_in_forward, reverse=True):
         if name in gradients and not gradients[name] <= tolerance.gradient:
             return f"forward agrees; the first difference in backward is the gradient of {name} ({gradients[name]:.1e})"
-    return "activations and gradients of the first step agree; the difference arises after the gradients"
+    return "activations and gradients of the first step agree, so the difference arises after the backward pass"
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, scale: float | None = None) -> float:

@@ -49,7 +49,7 @@ def recheck_in_fp64(config: Config, layout: Layout, folder: Path, verdict: Verdi
     if not fp64_verdict.passed:
         return replace(verdict, reason=f"{verdict.reason}; also in fp64: {fp64_verdict.reason}")
     note = (
-        f"in fp64 ({fp64_verdict.gradient:.0e}); in fp32, {verdict.worst} has an error of "
-        f"{fp32_errors[verdict.worst]:.0e} in one process, and {layout} differs from that by {verdict.gradient:.0e}"
+        f"in fp64 ({fp64_verdict.gradient:.0e}); in fp32, one process computes the gradient of {verdict.worst} with an "
+        f"error of {fp32_errors[verdict.worst]:.0e}, and {layout} differs from this process by {verdict.gradient:.0e}"
     )
     return replace(verdict, passed=True, reason="", note=note)

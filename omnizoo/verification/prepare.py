@@ -210,7 +210,7 @@ def few_experts(family: str) -> dict[str, int]:
 
 
 def save_trial(trial: Trial, folder: Path) -> None:
-    """Write a trial to `folder`: tensors as safetensors, other values as JSON."""
+    """Write a trial to `folder`, with tensors as safetensors and other values as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = dict(vars(trial))
     for kind in TENSORS:

@@ -471,7 +471,7 @@ def _outside_window(block: AttentionBlock, device: torch.device) -> torch.Tensor
 
 
 def _capped_logits(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Return the logits `[kv heads, heads per kv head, queries, keys]` with scale and softcap, before the window mask."""
+    """Return the logits `[kv heads, heads per kv head, queries, keys]`, with scale and softcap, without window."""
     logits = _by_group(q, k.shape[1]) @ k[0].unsqueeze(1).transpose(2, 3)
     logits = at_least_fp32(logits).mul_(scale)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -26,7 +26,7 @@ CHUNK = 64  # number of tokens per chunk
 
 @dataclass(frozen=True)
 class Chunks:
-    """Runs split into chunks, in the order of the recurrence: the first chunk of every run, then the second, etc."""
+    """Runs split into chunks. The first chunks of all runs come first, then the second chunks, and so on."""
 
     runs_per_round: list[int]  # number of runs with at least one chunk, at least two chunks, and so on
     rows: torch.Tensor  # [chunks, CHUNK], index of each token; T for padding

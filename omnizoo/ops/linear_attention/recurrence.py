@@ -20,8 +20,8 @@ from omnizoo.ops.linear_attention.kernels import rule_kernel
 class RecurrentInputs:
     """Inputs of the recurrence on the state `S [K, V]` of each head.
 
-    Each token decays the state, S <- exp(decay) S, then adds `beta k v` to it, or `beta k (v - k S)` by the delta rule,
-    and then outputs `scale q S`.
+    Each token first decays the state, S <- exp(decay) S. It then adds `beta k v` to the state, or `beta k (v - k S)`
+    under the delta rule, and outputs `scale q S`.
     """
 
     query: torch.Tensor  # [T, G, K]; G divides H, and adjacent heads share a query and a key

@@ -174,5 +174,5 @@ def repeat_kv(x: torch.Tensor, repeats: Sequence[int] | None) -> torch.Tensor:
 
 
 def sum_repeated(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Sum the gradients of repeated kv heads: the backward of `repeat_kv`."""
+    """Sum the gradients of repeated kv heads. This is the backward of `repeat_kv`."""
     return torch.cat([heads.sum(1, keepdim=True) for heads in x.split(list(repeats), 1)], 1)
