@@ -31,7 +31,7 @@ from omnizoo.data.packing.pack import Pack
 from omnizoo.data.token_fields import make_columns
 from omnizoo.modalities.build import BUILDING_ERRORS
 from omnizoo.models.build import build_model, check_vocabulary
-from omnizoo.models.read_config import load_tokenizer
+from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.weights.random_init import initial_weights
 from omnizoo.ops.torch_private import replaced
 from omnizoo.parallel.fsdp.fill import fill
@@ -287,7 +287,7 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
 
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
     """Return at most `NUM_READ_PACKS` packs from the start of the data, without dummy packs."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_chat_tokenizer(config)
     check_vocabulary(model, tokenizer)
     train = {"packs_per_step": NUM_READ_PACKS, "epochs": None}
     one_step = config.changed(train=train, data={"workers": 0, "lanes": 1})

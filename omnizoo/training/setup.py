@@ -34,9 +34,9 @@ from omnizoo.data.packing.pack import Pack
 from omnizoo.data.sources.base import RowSource
 from omnizoo.models.adapters.record import adapter_record
 from omnizoo.models.build import build_model, check_vocabulary
+from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.hf_private import most_positions
 from omnizoo.models.media.model_inputs import read_modalities
-from omnizoo.models.read_config import load_tokenizer
 from omnizoo.ops.device import is_host, use_tensor_cores
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -212,7 +212,7 @@ def build_bundle(config: Config, tokenizer_required: bool = True) -> ModelBundle
     Raises:
         UserError: If the model cannot be built, or the tokenizer has more tokens than the model.
     """
-    tokenizer = load_tokenizer(config.model) if tokenizer_required else None
+    tokenizer = load_chat_tokenizer(config) if tokenizer_required else None
     model = build_model(config.model, config.train.precision)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)

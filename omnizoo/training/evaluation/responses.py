@@ -18,8 +18,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.data.loading.reader import Reader
-from omnizoo.data.row import BadRow
-from omnizoo.data.rows.schemas import SourceSchema
+from omnizoo.data.rendering.thinking import Thinking
+from omnizoo.data.row import BadRow, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.generation.chat_model import ChatModel, chat_model_from
 from omnizoo.generation.gathered_copy import whole_copy
@@ -93,7 +93,7 @@ class Sampler:
         def build() -> ChatModel | None:
             if full_model is None:
                 return None
-            return chat_model_from(full_model, self.config.model, self.tokenizer)
+            return chat_model_from(full_model, self.config.model, self.tokenizer, Thinking.of(self.config.data))
 
         chat_model = sync_errors(mesh, build)
 
@@ -142,6 +142,7 @@ class Sampler:
             files=files,
             row=row,
             where=held_out.where,
+            has_expected_media=chat_model.has_same_media(pieces, question.expected_items),
         )
         return answer, record | {"answer": text, "items": media}
 
