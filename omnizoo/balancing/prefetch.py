@@ -1,8 +1,8 @@
 """Load and redistribute the next step in a thread while the model trains on the current one.
 
 The thread receives packs from the loader workers, redistributes them over a separate process group, and pins their
-memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps: in a
-second thread, decoding would delay kernel launches, and the limits on chat templates apply to a whole process.
+memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps. In a
+second thread, decoding would delay kernel launches, and the limits on chat templates would apply to the whole process.
 """
 
 import queue
@@ -55,7 +55,10 @@ def load_step(loader: Loader) -> LoadedStep:
 
 
 class Prefetcher:
-    """Loads `num_steps` steps ahead of time; `next` returns them in order. All ranks must request every step."""
+    """Loads each of `num_steps` steps before it is needed.
+
+    `next` returns them in order. All ranks must request every step.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Prefetcher:
         return load_step(self.loader), self.loader.state_dict()
 
     def _work(self, is_ready: threading.Event) -> None:
-        """Prepare steps on request, until the request is None. Runs in the thread."""
+        """Prepare steps on request, until the request is None. This method runs in the thread."""
         torch.set_num_threads(1)  # otherwise torch starts a second full pool of compute threads for this thread
         is_ready.set()
         while (load := self._requests.get()) is not None:

@@ -44,7 +44,7 @@ def export(
     """Write a checkpoint to `out`, as a folder that `from_pretrained` and inference engines load.
 
     For a user-defined module, the folder contains the weights and the tokenizer; load it with
-    `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, it is a PEFT folder.
+    `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, `out` is a PEFT folder.
 
     Args:
         checkpoint: A checkpoint, or a run folder whose newest checkpoint is exported.
@@ -52,8 +52,8 @@ def export(
         dtype: Precision of the weights. None keeps the precision of the model that training started from, or that of
             the master weights if they were initialized randomly.
         ema: Export the moving average of the trained weights.
-        allow_code: Python modules that may be imported if the checkpoint names them. The checkpoint itself cannot
-            allow any.
+        allow_code: Python modules that may be imported if the checkpoint names them. The checkpoint itself cannot allow
+            modules.
         trust_remote_code: Run Python code inside the checkpoint's model folder.
         best: Export the best checkpoint of the run folder instead of the newest.
         base: Function that returns the base model of the adapter and its weights. The adapter is merged into them.
@@ -116,7 +116,10 @@ def export(
 
 
 def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
-    """Return the weights of `model`, or all weights of the checkpoint, by their names in the model."""
+    """Return the weights of `model`, by their names in the model.
+
+    If `model` is None, return all weights of the checkpoint.
+    """
     saved = tensor_files.on_meta(source / "tensors")
     needed = saved if model is None else tensor_files.model_tensors(model)
     weights = {}
@@ -181,7 +184,7 @@ def cast(
 
 
 def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
-    """Return the tensors that keep their precision: those in frozen tokenizers or kept in fp32 by transformers."""
+    """Return the names of tensors that are in frozen tokenizers, or that transformers keeps in fp32."""
     if model is None:
         return set()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))

@@ -43,7 +43,7 @@ def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
         code = failure[1]
         if code == USER_ERROR:
             return 0
-        # SIGABRT does not count as an external signal: a rank may abort because another rank has ended.
+        # SIGABRT does not count as an external signal, because a rank may abort when another rank has ended.
         is_external_signal = code > 128 and code != 128 + signal.SIGABRT
         return 1 if is_external_signal else 2
 

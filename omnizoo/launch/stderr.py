@@ -38,5 +38,5 @@ def print_error(message: str) -> None:
 
 
 def _plain(message: str) -> str:
-    """Escape unprintable characters except line breaks and tabs: names in messages may contain any character."""
+    """Escape unprintable characters, which names in messages may contain, except line breaks and tabs."""
     return printable(message.replace("\r\n", "\n"), allowed="\n\t")

@@ -1,4 +1,4 @@
-"""Join and leave the distributed run: rank, device, store and process group of this process.
+"""Join and leave the distributed run. It assigns a rank, a device and a process group to this process.
 
 A single process runs the same code with world size 1, an in-memory store and no network.
 """
@@ -27,7 +27,7 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    # Cache, keyed by axis names and sizes.
+    # Cache of device meshes, keyed by the names and sizes of their axes.
     grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
 
 
@@ -45,8 +45,8 @@ def process_group(
     Collective: all ranks must call it.
 
     Args:
-        place: (rank, world size, local rank). Default: read from the environment that our launcher, torchrun or Slurm
-            set, or a single process.
+        place: (rank, world size, local rank). Default: the values that our launcher, torchrun or Slurm set in the
+            environment, or else those of a single process.
         store: Store that the ranks connect through. Default: a TCP store at `MASTER_ADDR` and `MASTER_PORT`.
         on_failure: Called with the rank and the error if the block raises, before this rank leaves the group and other
             ranks fail as a consequence.

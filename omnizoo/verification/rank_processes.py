@@ -74,7 +74,7 @@ def _timeout_error(processes: list[Any], running: list[int], timeout: float, fol
     stacks = []
     for rank in running:
         os.kill(processes[rank].pid, signal.SIGUSR1)
-        processes[rank].join(1)  # give the rank a second to write its stack; it does not end
+        processes[rank].join(1)  # wait a second until the rank has written its stack; the rank does not end
         stacks.append(f"stack of rank {rank}:\n{_stack_file(folder, rank).read_text()}")
     for process in processes:
         process.kill()
@@ -99,4 +99,4 @@ def _run_rank(rank: int, size: int, store: str, device: str, work: Callable[...,
             work(process, *args)
     except BaseException:  # noqa: BLE001 - any error ends the rank
         traceback.print_exc()
-        os._exit(1)  # exit immediately: other ranks may wait for this one, and their errors would hide this error
+        os._exit(1)  # exit now, because other ranks may wait for this one, and their errors would hide this error
