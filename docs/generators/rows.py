@@ -19,6 +19,7 @@ TRAINED_ON = {
     "caption": "the caption, after the media",
     "from_caption": "the media, after the caption",
     "document": "all tokens",
+    "tokenized": "tokens whose label is not -100, or whose mask is 1; otherwise all tokens",
 }
 
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "report": "Write the report page of a run, or compare runs",
     "recipes": "List model families with a recipe, and what is tested",
 }
-TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch")  # commands with `--section.key value`
+TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`
 
 
 class Parser(argparse.ArgumentParser):

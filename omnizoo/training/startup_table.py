@@ -7,6 +7,7 @@ from torch import nn
 from omnizoo.checkpoint.folder import folder_of
 from omnizoo.checkpoint.resume import StartingPoint
 from omnizoo.config.schema import Config
+from omnizoo.data.loading.lanes import shares_of
 from omnizoo.data.loading.reader import Reader
 from omnizoo.models.adapters.record import describe_adapter
 from omnizoo.models.hf_private import attention_name
@@ -69,7 +70,7 @@ def _describe_model(model: nn.Module, config: Config, start: StartingPoint) -> d
         "trained": f"{num_trained / 1e6:.1f} M parameters, {num_trained / max(1, num_parameters):.1%}",
     }
     random_weights = f"random, from train.seed {config.train.seed}"
-    initial_weights = "those of the object" if config.model.given else random_weights
+    initial_weights = "from the Python object" if config.model.given else random_weights
     base_weights = (config.model.foundation or config.model).path or initial_weights
     adapter = describe_adapter(model)
     if adapter:
@@ -101,11 +102,16 @@ def _describe_step(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, st
 
 def _describe_sources(reader: Reader) -> Iterator[str]:
     """Yield a line about each data source."""
-    for number, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
+    data = reader.config.data
+    has_epochs = reader.config.train.epochs is not None
+    shares = shares_of(reader, by_rows=has_epochs)
+    weights = None if has_epochs else data.weights
+    for number, (spec, source) in enumerate(zip(data.sources, reader.sources, strict=True)):
         schema, _ = reader.format_of(number)
         read_as = f", read as {schema}" if schema else ""
-        weight = "" if reader.config.train.epochs else f" (weight {spec.weight:g})"
-        yield f"{spec.name}: {len(source):,} rows{read_as}{weight}"
+        reason = "by size" if weights is None else f"weight {weights[number]:g}"
+        share = f"; share {shares[number]:.1%} ({reason})" if len(data.sources) > 1 else ""
+        yield f"{spec.name}: {len(source):,} rows{read_as}{share}"
 
 
 def _describe_start(start: StartingPoint) -> str:
@@ -129,5 +135,5 @@ def closing_message(run: RunContext, stopped_by: str | None) -> str:
         return f"done, {step} steps: {results}. For Hugging Face: omnizoo export {run.folder.root} OUT_DIR"
     hint = "The same command continues from here."
     if stopped_by == "evaluation.early_stop":
-        hint = "Raise its patience to continue."
+        hint = "Raise evaluation.early_stop.patience to continue."
     return f"stopped by {stopped_by} after step {step}/{run.config.train.steps}: {results}. {hint}"

@@ -5,6 +5,7 @@ import argparse
 from omnizoo.cli.new.config import new_config
 from omnizoo.cli.new.modality import new_modality
 from omnizoo.cli.parser import path_argument
+from omnizoo.config.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,5 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write a config or a modality, and return 0."""
     if args.model == "modality":
+        if args.overrides:
+            raise UserError(f"new modality: {args.overrides[0]} is not used: a modality has no config. Remove it.")
         return new_modality(args)
     return new_config(args)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -22,6 +23,7 @@ RowFormat = Literal[
     "caption",
     "from_caption",
     "document",
+    "tokenized",
 ]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
@@ -49,8 +51,9 @@ class SourceSettings(ConfigSection):
     """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, or an fsspec
     address (`hf://datasets/...`, `s3://...`) to copy to `data.cache_dir`"""
 
-    weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """relative share of samples among the sources"""
+    weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """relative share of rows among the sources; default: 1 if another source has a weight, otherwise the number of rows
+    of the source"""
 
     split: Text = "train"
     """split to read, if the path is a `datasets` folder"""
@@ -71,6 +74,10 @@ class SourceSettings(ConfigSection):
     media_dir: Text | None = None
     """folder for relative media paths in the rows; default: the folder of the data file, or the working directory for
     rows from Python"""
+
+    untagged_media: Literal["first"] | None = None
+    """position of media in a column if no text of the row has a tag such as `<image>` for them: `first` places them at
+    the beginning of the first user message; default: such rows are bad rows"""
 
     rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
     """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
@@ -111,10 +118,10 @@ class DataSection(ConfigSection):
     """Keys of `data`."""
 
     sources: Annotated[list[SourceSettings], Field(min_length=1)]
-    """training data, mixed by weight"""
+    """training data, mixed by `weight`, or by size if no source has a weight"""
 
     eval_sources: list[SourceSettings] = Field([])
-    """held-out data for evaluations"""
+    """held-out data for evaluations, which is read in proportion to `weight` (default: equal numbers of packs)"""
 
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = 2048
     """maximum number of tokens of a pack, and of the longest sample"""
@@ -179,6 +186,18 @@ class DataSection(ConfigSection):
 
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """number of steps that each loader worker prepares in advance"""
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The weights of the sources; None if no source has one, so that each share is the share of all rows."""
+        if all(source.weight is None for source in self.sources):
+            return None
+        return [source.weight or 1.0 for source in self.sources]
+
+
+def with_weights(sources: Sequence[SourceSettings]) -> list[SourceSettings]:
+    """Return the sources with a weight of 1 for those without a weight."""
+    return [source.model_copy(update={"weight": source.weight or 1.0}) for source in sources]
 
 
 def fitting_lanes(packs_per_step: int) -> int:

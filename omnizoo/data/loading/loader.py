@@ -23,7 +23,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.loading.lane_stream import LaneAssignment, LaneSteps, LoadedStep, failed_steps
 from omnizoo.data.loading.lanes import Counters
 from omnizoo.data.loading.reader import Reader, build_reader
-from omnizoo.data.loading.resume_check import check_fingerprint, fingerprint
+from omnizoo.data.loading.resume_check import check_fingerprint, fingerprint, with_saved_mix
 from omnizoo.data.loading.worker_pickling import NotPicklable, SharedPickle
 from omnizoo.data.loading.workers import Workers, start_server, worker_count, worker_setup
 
@@ -180,6 +180,9 @@ class Loader:
         Raises:
             UserError: On rank 0, if the data has changed since the state was saved.
         """
+        reader = with_saved_mix(self.reader, state["fingerprint"])
+        if reader is not self.reader:
+            self._use_equal_shares(reader)
         if self.fingerprint:
             check_fingerprint(state["fingerprint"], self.fingerprint)
         states: dict[int, dict[str, Any]] = {}
@@ -197,6 +200,17 @@ class Loader:
         self.states = states
         # The saved count is a sum over ranks, so only one rank continues it.
         self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
+
+    def _use_equal_shares(self, reader: Reader) -> None:
+        """Continue a run that started when sources without weights had equal shares."""
+        self.reader = reader
+        self.config = reader.config
+        vars(self).pop("fingerprint", None)  # the cached one contains the other mix
+        if self.assignment.rank == 0:
+            log.warning(
+                "data.sources: without weights, shares now follow the numbers of rows. This run keeps the equal shares "
+                "of its checkpoint."
+            )
 
     def close(self) -> None:
         """Stop the workers. The loader can still be used: the next step starts new workers."""

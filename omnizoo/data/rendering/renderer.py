@@ -7,6 +7,7 @@ of a media item has one placeholder for each run of placeholder tokens, which is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from omnizoo.data.rendering.response_spans import check_calls, target_spans
 from omnizoo.data.rendering.template_conventions import Conventions
 from omnizoo.data.rendering.template_sandbox import REASONING
 from omnizoo.data.rendering.thinking import Thinking, TurnChoice, keep_thoughts
-from omnizoo.data.row import CONVERSATION, BadRow, Row
+from omnizoo.data.rendering.token_rows import TokenRowRenderer
+from omnizoo.data.row import CONVERSATION, DEFAULT_SCHEMA, BadRow, Row, SourceSchema
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
 from omnizoo.data.rows.messages import Message, read_list, read_messages, read_weight
 from omnizoo.data.rows.preferences import ResponseRow, mismatched_rows, response_rows
-from omnizoo.data.rows.schemas import DEFAULT_SCHEMA, ParsedRow, SourceSchema, hint, parse_row, with_json
+from omnizoo.data.rows.schemas import ParsedRow, columns_fixes, parse_row, prompt_fixes, with_json
 from omnizoo.data.rows.speakers import write_turns
 from omnizoo.data.rows.unused_fields import PreferenceRows, RowFields
 from omnizoo.data.sample import RenderedRow
@@ -166,8 +168,10 @@ class Renderer:
         """
         schema = self.schema(key[0])
         present = self.fields.present(row)
-        if not self.fields.has_preference(present):
+        if not self.fields.has_preference(present, prompt_fixes(present, schema)):
             parsed = self._conversation(row, present, schema)
+            if "input_ids" in parsed.row:
+                return [replace(self.token_rows.render(parsed.row), row_schema=parsed.format)]
             response = ResponseRow("", parsed.row, parsed.prompt)
             samples = []
             for choice in self._choices(parsed.row):
@@ -219,7 +223,7 @@ class Renderer:
         """Detect the format of a row without preferences, and convert the row. Raises `BadRow` if no format matches."""
         parsed = self.parse_conversation(row, present, schema)
         if parsed is None:
-            self.fields.check_conversation(present, row, hint(present, schema))
+            self.fields.check_conversation(present, row, columns_fixes(row, present, schema, self.fields.modalities))
         assert parsed is not None, "without a conversation, a row is bad"
         self.fields.check_conversation(parsed.row, row)
         return parsed
@@ -261,7 +265,8 @@ class Renderer:
         row = response.row
         field = next(name for name in CONVERSATION if name in row)
         is_text = field == "text"
-        media = RowMedia(self.notation, row, find, (self.seed, *key), is_chat=not is_text)
+        schema = self.schema(key[0])
+        media = RowMedia(self.notation, row, find, (self.seed, *key), is_chat=not is_text, schema=schema)
         tokens = self._tokenize(response, field, media, find_response, choice)
         ids, weights, items, item_spans = place(tokens, media, self.placeholders, self.last)
         items = locate_followed(ids, items, media)
@@ -351,8 +356,10 @@ class Renderer:
         if self.fields.has_preference(present):
             raise BadRow("a preference row has no single expected response, so it cannot be used as a prompt")
         parsed = self._conversation(row, present, schema)
+        if "input_ids" in parsed.row:
+            return Question(*self.token_rows.split(parsed.row))
         field = next(name for name in CONVERSATION if name in parsed.row)
-        media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0))
+        media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0), schema=schema)
         if self.turns is not None:
             text = write_turns(parsed.row, field, self.turns, media, self.special_tokens, is_prompt=True)
             return Question(self._prompt(text, media), transcript(parsed.row[field]), None)
@@ -363,6 +370,7 @@ class Renderer:
     def _chat_question(self, row: Row, field: str, media: RowMedia) -> Question:
         """Split a conversation into its prompt and the last messages of the assistant."""
         template, messages = self._read_chat(row, field)
+        media.place_untagged(messages)
         num_prompt = len(messages)
         while num_prompt and messages[num_prompt - 1]["role"] == "assistant":
             num_prompt -= 1
@@ -450,6 +458,14 @@ class Renderer:
         assert positions.shape[1:] == ids.shape, "one column of positions for every token"
         return positions
 
+    @cached_property
+    def token_rows(self) -> TokenRowRenderer:
+        """Renderer of pre-tokenized rows."""
+        if self.turns is not None:
+            raise BadRow("pre-tokenized rows are texts, but this model does not generate text")
+        positions = partial(self._positions, items=())
+        return TokenRowRenderer(self.tokenizer, [*self.placeholders, *self.reserved], positions)
+
     def end_of_turn(self) -> list[int]:
         """Return a list with the id of the token that ends a response, or an empty list if there is none.
 
@@ -521,6 +537,7 @@ class Renderer:
             The loss weight of each message; 0 if it is not trained on.
         """
         weights = [message.pop("loss") for message in messages]
+        media.place_untagged(messages)
         num_prompt = len(messages) - num_response
         num_kept: int | None = None
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True)):

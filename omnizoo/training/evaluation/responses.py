@@ -19,8 +19,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.rendering.thinking import Thinking
-from omnizoo.data.row import BadRow
-from omnizoo.data.rows.schemas import SourceSchema
+from omnizoo.data.row import BadRow, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.generation.chat_model import ChatModel, chat_model_from
 from omnizoo.generation.gathered_copy import whole_copy
