@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_styles import LAST_REASONS
 from fixtures import make_tokenizer
 from published import (
     DTYPE,
@@ -321,6 +322,22 @@ def test_video_has_doubled_vision_markers_by_default_as_in_transformers_5(tmp_pa
     assert f"{begin}{''.join(steps)}{end}what?" in doubled
     assert "".join(steps) + "what?" in plain
     assert plain.count(begin) == len(steps)
+
+
+def test_sample_of_earlier_turn_with_reasoning_has_only_its_images(tmp_path: Path) -> None:
+    """`data.thinking: template` with a template that drops the reasoning of earlier turns."""
+    modalities = recipe_of("qwen3_vl").modalities(tiny_model("qwen3_vl", "fp32"), None, {})
+    fast = make_tokenizer(tmp_path, LAST_REASONS, special_tokens=tuple(marks_of("qwen3_vl")))
+    turns = []
+    for number in range(2):
+        turns.append({"role": "user", "content": f"<image>question {number}"})
+        turns.append({"role": "assistant", "content": "a", "reasoning_content": f"thought {number}"})
+    row = {"messages": turns, "images": [picture(64, 64).value, picture(32, 64, 1).value]}
+    last, first = Renderer(fast, True, modalities).render_samples(row)
+    assert [len(sample.items) for sample in (last, first)] == [2, 1]
+    assert [item.spans for item in last.items[:1]] == [item.spans for item in first.items]
+    learned = [fast.decode(sample.input_ids[sample.is_target]) for sample in (last, first)]
+    assert learned == [f"<think>\nthought {number}\n</think>\n\na<|im_end|>" for number in (1, 0)]
 
 
 def test_outer_markers_must_be_a_truth_value() -> None:

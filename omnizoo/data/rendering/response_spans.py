@@ -8,6 +8,7 @@ contains all data of the message, and nothing else.
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from os.path import commonprefix
 
 from omnizoo.data.rendering.chat_template import ChatTemplate, TemplateRefusal
@@ -18,6 +19,7 @@ from omnizoo.data.rows.messages import Message
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 UNFINISHED_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
+Marked = tuple[str, list[Span | None], list[Mark]]  # a text, the spans of its messages, and its marks
 TAGS_HINT = "Add {% generation %} tags around the responses to the chat template."
 
 
@@ -105,17 +107,17 @@ class ResponseFinder:
         """Return where response `i` departs from the prompt that the model receives for it; None if it is unknown."""
         if i == 0:  # most templates cannot render an empty conversation
             return None
+        begin, end = turn
         try:
             prompt = self.template.render(self.messages[:i], prompt=True)
-            unprompted = self.template.render(self.messages[:i])
+            if prompt.startswith(self.text[:begin]):
+                header = prompt[begin:]
+            else:  # the template writes earlier turns in another way
+                unprompted = self.template.render(self.messages[:i])
+                if not prompt.startswith(unprompted):
+                    return None
+                header = prompt.removeprefix(unprompted)
         except TemplateRefusal:
-            return None
-        begin, end = turn
-        if prompt.startswith(self.text[:begin]):
-            header = prompt[begin:]
-        elif prompt.startswith(unprompted):
-            header = prompt.removeprefix(unprompted)  # the template writes earlier turns in another way
-        else:
             return None
         if not header:
             return self._start_of_data(i, turn)
@@ -159,7 +161,15 @@ class ResponseFinder:
             texts.append(text[slice(*span)])
         return turn[0] + len(_shared_prefix(texts))
 
-    def _marked(self, numbers: Sequence[int], stop: int | None = None) -> tuple[str, list[Span | None], list[Mark]]:
+    @cached_property
+    def all_marked(self) -> Marked | None:
+        """The conversation with marks in all messages; None if the template rejects it."""
+        try:
+            return self._marked(range(len(self.messages)))
+        except TemplateRefusal:
+            return None
+
+    def _marked(self, numbers: Sequence[int], stop: int | None = None) -> Marked:
         """Render the first `stop` messages, of which some are marked. Return the text, its turns and its marks."""
         marked = mark_messages(self.messages, numbers, self.word)[:stop]
         text, turns = self.template.render_turns(marked)
@@ -171,10 +181,9 @@ class ResponseFinder:
         Raises:
             BadRow: If a response continues after such a message.
         """
-        try:
-            _, turns, marks = self._marked(range(len(self.messages)))
-        except TemplateRefusal:
+        if self.all_marked is None:
             return []
+        _, turns, marks = self.all_marked
         shared = []
         for i in responses:
             turn = turns[i]
@@ -208,12 +217,20 @@ class ResponseFinder:
 
         With marks in place of the data, the text before and after the span must stay the same.
         """
-        if not spans:
+        if not spans or self.all_marked is None or not self._find_scattered(self.all_marked, spans, turns):
             return
+        # Marks in the other messages may change how the template writes a response.
         try:
-            text, marked_turns, marks = self._marked(list(spans))
+            scattered = self._find_scattered(self._marked(list(spans)), spans, turns)
         except TemplateRefusal:
             return
+        if scattered:
+            raise _scattered(scattered[0], self.messages[scattered[0]])
+
+    def _find_scattered(self, marked: Marked, spans: dict[int, Span], turns: list[Span | None]) -> list[int]:
+        """Return the responses that have marks outside of their spans."""
+        text, marked_turns, marks = marked
+        scattered = []
         for i, (start, stop) in spans.items():
             own_marks = [mark for mark in marks if mark.message == i]
             turn = turns[i]
@@ -223,12 +240,14 @@ class ResponseFinder:
             assert turn is not None
             header = self.text[turn[0] : start]
             if marked_turn is None or not text.startswith(header, marked_turn[0]):
-                raise _scattered(i, self.messages[i])
+                scattered.append(i)
+                continue
             first, last = marked_turn[0] + len(header), marked_turn[1]
             if stop < turn[0] + len(self.text[turn[0] : turn[1]].rstrip()):  # a turn with later messages
                 last = len(text) - (len(self.text) - stop)
             if any(not first <= mark.start < last for mark in own_marks):
-                raise _scattered(i, self.messages[i])
+                scattered.append(i)
+        return scattered
 
     def _find_by_prefixes(self, responses: list[int]) -> dict[int, Span]:
         """Find responses whose turns are unknown, by rendering prefixes and variants of the conversation."""
