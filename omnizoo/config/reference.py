@@ -49,6 +49,21 @@ def schema_key(key: str) -> str:
 
 
 @cache
+def exclusive_keys() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the mutually exclusive keys of each section, such as `train`, `data.sources.N` or `optimizer.groups.N`."""
+    return dict(_exclusive_in(Config, ""))
+
+
+def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, ...]]]]:
+    """Yield the mutually exclusive keys of a section and of the sections nested in it."""
+    if section.exclusive:
+        yield prefix.removesuffix("."), section.exclusive
+    for name, field in section.model_fields.items():
+        for nested, nested_prefix in sections_in(field.annotation):
+            yield from _exclusive_in(nested, f"{prefix}{name}.{nested_prefix}")
+
+
+@cache
 def _named() -> frozenset[str]:
     """Return the keys whose values are mappings with names that the user chooses."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)

@@ -2,12 +2,12 @@
 
 import math
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from omnizoo.config.plugins import plugin
-from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, to_plain
+from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, alternatives, to_plain
 
 MIN_LANES = 8
 MAX_FITTING_LANES = 64  # each lane buffers a few hundred samples
@@ -28,6 +28,8 @@ ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
 class SourceSettings(ConfigSection):
     """Settings of one source of rows."""
+
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("rows", "options"), ("given",))
 
     path: Text | None = None
     """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, or an fsspec
