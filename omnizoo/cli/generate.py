@@ -38,14 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--messages",
         metavar="FILE",
         type=path_argument,
-        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media",
+        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media "
+        "(default: --prompt)",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         default=[],
-        help="message of the user, instead of --messages; may be repeated",
+        help="message of the user, instead of --messages; may be repeated (default: --messages)",
     )
     parser.add_argument(
         "--out",

@@ -1,7 +1,7 @@
 """List every config key with its type, default and description, as defined in the schema.
 
-The list is the source of `omnizoo train --help`, of the expected types in error messages, and of the configuration
-reference in the documentation (docs/generators/configuration.py).
+The list is the source of `omnizoo train --help SECTION`, of shell completion, of the expected types in error messages,
+and of the configuration reference in the documentation (docs/generators/configuration.py).
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import ConfigSection
-from omnizoo.config.type_text import annotation_text, sections_in, with_bounds
+from omnizoo.config.type_text import annotation_text, choices_in, sections_in, with_bounds
 
 
 class Key(NamedTuple):
@@ -24,6 +24,7 @@ class Key(NamedTuple):
     type: str
     default: str
     description: str
+    choices: tuple[str, ...]  # built-in values that the key accepts; empty for other types
 
 
 def all_keys() -> list[Key]:
@@ -79,6 +80,7 @@ def _keys_of(section: type[ConfigSection], prefix: str) -> Iterator[Key]:
                 type=with_bounds(annotation_text(field.annotation), field.metadata),
                 default=_default_text(field),
                 description=_description(field),
+                choices=tuple(choices_in(field.annotation, field.metadata)),
             )
         for nested, nested_prefix in sections_in(field.annotation):
             yield from _keys_of(nested, f"{key}.{nested_prefix}")
