@@ -2,9 +2,11 @@
 
 from omnizoo.balancing.balancer import Balancer
 from omnizoo.balancing.prefetch import next_step
+from omnizoo.checkpoint.export import Exported
+from omnizoo.checkpoint.export_run import export
 from omnizoo.checkpoint.resume import find_checkpoint
 from omnizoo.checkpoint.save import load_checkpoint, save_checkpoint
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.model import ModelSection
@@ -30,6 +32,7 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.reporting.report import ReportSection, write_report
+from omnizoo.reporting.results import BestMetric, EvaluationResult, TrainResult
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.rl.engine import Engine
 from omnizoo.rl.rollouts import Rollout
@@ -44,6 +47,7 @@ from omnizoo.training.callbacks.base import (
     StepEvent,
 )
 from omnizoo.training.evaluation.answer_metrics import Answer
+from omnizoo.training.evaluation.evaluate_checkpoint import evaluate
 from omnizoo.training.local_batch import LocalBatch, run_model
 from omnizoo.training.loop import train
 from omnizoo.training.losses.base import Loss
@@ -56,6 +60,7 @@ __all__ = [
     "BadMedia",
     "BadRow",
     "Balancer",
+    "BestMetric",
     "Callback",
     "ChatModel",
     "Config",
@@ -65,6 +70,8 @@ __all__ = [
     "EndEvent",
     "Engine",
     "EvaluationEvent",
+    "EvaluationResult",
+    "Exported",
     "Inputs",
     "LikelihoodDecoder",
     "LocalBatch",
@@ -86,7 +93,9 @@ __all__ = [
     "SaveEvent",
     "StartEvent",
     "StepEvent",
+    "TrainResult",
     "TrainSection",
+    "TrainingError",
     "UserError",
     "attend",
     "build_loader",
@@ -97,6 +106,8 @@ __all__ = [
     "check_decoder",
     "check_encoder",
     "count_steps",
+    "evaluate",
+    "export",
     "find_checkpoint",
     "fit_patch_codebook",
     "load_chat_model",

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     clock.done("imports")
     try:
-        return train(config, report_failure, clock=clock)
+        return train(config, report_failure, clock=clock).exit_code
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, TrainingError):
             raise

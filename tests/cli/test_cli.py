@@ -42,13 +42,15 @@ def calls(tmp_path, monkeypatch):
     def recording(name, result):
         return lambda *args, **_: calls.append((name, *args)) or result
 
-    monkeypatch.setitem(sys.modules, "omnizoo.training.loop", SimpleNamespace(train=recording("train", 7)))
+    monkeypatch.setitem(
+        sys.modules, "omnizoo.training.loop", SimpleNamespace(train=recording("train", SimpleNamespace(exit_code=7)))
+    )
 
     def export(*args, **options):
         calls.append((*args, options))
         return WROTE
 
-    monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export", SimpleNamespace(export=export))
+    monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export_run", SimpleNamespace(export=export))
     monkeypatch.setattr(train_command, "launch", recording("launch", 9))
     return calls
 
