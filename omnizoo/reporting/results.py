@@ -66,13 +66,10 @@ def read_train_result(config: Config, stop_reason: str) -> TrainResult:
     directory = Path(config.checkpoint.dir) if config.checkpoint.dir else folder.checkpoints
     rows = read_metrics(folder.metrics)
     last = dict(rows[-1]) if rows else {}
-    evaluated = next((row for row in reversed(rows) if "eval/loss" in row), {})
+    evaluated: Metrics = next((row for row in reversed(rows) if "eval/loss" in row), {})
     saved = checkpoints(directory)
     newest = saved[0] if saved else None
     saved_step = 0 if newest is None else step_of(newest) or 0
-    best = read_best(directory) if config.checkpoint.best else None
-    if best is not None and best.metric != config.checkpoint.best:
-        best = None
     return TrainResult(
         folder=folder.root,
         checkpoint=newest,
@@ -80,5 +77,13 @@ def read_train_result(config: Config, stop_reason: str) -> TrainResult:
         stop_reason=stop_reason,
         metrics=last,
         evaluation={name: value for name, value in evaluated.items() if name.startswith("eval/")},
-        best=best and BestMetric(best.metric, best.value, best.step, folder_of(directory, best.step)),
+        best=_read_best(directory, config.checkpoint.best),
     )
+
+
+def _read_best(directory: Path, metric: str | None) -> BestMetric | None:
+    """Return the best value of a metric, as recorded next to the checkpoints; None if there is none."""
+    best = read_best(directory) if metric is not None else None
+    if best is None or best.metric != metric:
+        return None
+    return BestMetric(best.metric, best.value, best.step, folder_of(directory, best.step))

@@ -64,9 +64,9 @@ def train(
         >>> result.metrics["loss"], result.checkpoint, result.stop_reason
     """
     clock = clock or StartClock()
-    stop = StopSignal()  # installed first: a signal during start-up ends the run after its first step
     config = load_run_config(config, model=model, tokenizer=tokenizer, data=data, eval_data=eval_data)
-    with joined_world(config, on_failure) as (config, mesh), ExitStack() as resources:
+    stop = StopSignal()  # a signal during start-up ends the run after its first step
+    with stop, joined_world(config, on_failure) as (config, mesh), ExitStack() as resources:
         run = prepare_run(config, mesh, callbacks, stop, clock, resources)
         if run is None:  # the checkpoint is already at the last step
             return _result(config, mesh, stop.signal or LAST_STEP)

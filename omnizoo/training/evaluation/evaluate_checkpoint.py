@@ -154,10 +154,11 @@ def evaluate_run(
             replace_file(run.samples, "".join(json.dumps(record) + "\n" for record in records))
             if is_printed:
                 print_results(checkpoint, metrics, evaluator.totals.packs, len(records), run)
-        result = EvaluationResult(
+        local = EvaluationResult(
             folder=run.root, checkpoint=checkpoint, step=step, metrics=dict(metrics), samples=list(records)
         )
-        return mesh.from_first(result)
+        result: EvaluationResult = mesh.from_first(local)
+    return result
 
 
 def print_results(
