@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import own_rows
 import pytest
+from notebook_kernel import install_kernel
 from test_python_api import ROWS, plugin_model, settings, tokenizer
 from tiny import model_config
 from transformers import AutoModelForCausalLM
@@ -63,6 +65,19 @@ def test_evaluate_and_export_use_the_run_that_train_returns(run: omnizoo.TrainRe
 def test_wrong_argument_of_a_python_function_raises_one_line(run: omnizoo.TrainResult, call, key: str) -> None:
     with pytest.raises(omnizoo.UserError, match=key):
         call(run.folder)
+
+
+def test_training_in_a_notebook_shows_the_curve_of_the_run_and_continues_it(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = install_kernel(monkeypatch)
+    for steps in (2, 4):
+        config = settings(tokenizer, tmp_path, train={"steps": steps})
+        omnizoo.train(config, model=plugin_model(), data=ROWS)
+        (curve,) = re.findall('points="(.*?)"', shown[-1])
+        assert len(curve.split()) == steps
+        assert f"done, {steps} steps" in shown[-1]
+    assert "step 1/2" not in capsys.readouterr().out
 
 
 class Interrupts(omnizoo.Callback):
