@@ -9,7 +9,7 @@ run in loader workers, on a copy of the module without weights. All other method
 pass of the model.
 
 A decoder only needs the methods of `Decoder`. Mixins add capabilities: `LikelihoodDecoder`, `MultiLossDecoder`,
-`HeadDecoder`, `VocabularyDecoder`, `ItemDecoder`, `CustomFlops`; and `SharedTower` for encoders.
+`HeadDecoder`, `VocabularyDecoder`, `ItemDecoder`, `CustomFlops`. For encoders, there is `SharedTower`.
 
 In shapes, N is the number of targets in a call, n the number of targets of one item, and K the number of values per
 target.
@@ -38,7 +38,7 @@ def term_name(modality: str, term: str) -> str:
 class ItemModule(nn.Module):
     """Base class of encoders, decoders and followers, with the methods that measure and prepare items."""
 
-    # Keys of a content part that the module reads; if None, any key.
+    # Keys of a content part that the module reads. If None, every key is allowed.
     item_options: ClassVar[Sequence[str] | None] = None
     values: ClassVar[Sequence[str]] = ()  # additional keys of a content part that may contain the item
 
@@ -240,14 +240,17 @@ class MultiLossDecoder:
     term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the sum of each loss term in `term_weights`. The arguments are those of `Decoder.loss`."""
+        """Return one sum for each loss term in `term_weights`, over all targets.
+
+        The arguments are those of `Decoder.loss`.
+        """
         raise NotImplementedError
 
 
 class HeadDecoder:
     """Mixin for decoders whose loss uses the head of the language model.
 
-    The loss runs while the head is gathered by FSDP.
+    The loss is computed while FSDP has gathered the weights of the head.
     """
 
 
@@ -290,7 +293,7 @@ class CustomFlops:
             method: `embed` or `loss`.
 
         Returns:
-            The modules, except frozen modules.
+            The modules that are not frozen.
         """
         raise NotImplementedError
 
@@ -338,9 +341,9 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
-        """Return the sum of each loss in `term_weights`.
+        """Return one sum for each loss term in `term_weights`, over the targets of all items.
 
-        `rows [N, row width]` has the rows of the items' tokens, in order.
+        `rows [N, row width]` contains the rows of the tokens of all items, in order.
         """
         raise NotImplementedError
 
@@ -364,7 +367,7 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Convert targets to an item, like `Decoder.render`. They must have been generated with the same `options`."""
+        """Convert targets to an item, like `Decoder.render`. `options` must be those that generated the targets."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:

@@ -52,8 +52,8 @@ def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
     if not any(module == name or module.startswith(f"{name}.") for name in allowed if name):
         built_in = ", ".join(BUILT_IN[role])
         raise UserError(
-            f"{key}.kind: config.json names {kind}, which imports code and is not built in ({built_in}). "
-            f"If you trust it, allow it with --allow-code {module} (in a config: model.allow_code: [{module}], "
+            f"{key}.kind: config.json names {kind}, which is not built in ({built_in}) and would import code. "
+            f"If you trust this code, allow it with --allow-code {module} (in a config: model.allow_code: [{module}], "
             f"in Python: allow_code=[{module!r}])."
         )
 
@@ -103,7 +103,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
 def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in: bool) -> None:
     """Check the options against the types that the class declares.
 
-    Numeric options of built-in classes must be above 0.
+    Numeric options of built-in classes must be greater than 0.
     """
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):
@@ -123,7 +123,9 @@ def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         maximum = MAX_LAYERS if name == "layers" else LARGEST
         if is_built_in and is_number and not 0 < value <= maximum:
-            raise UserError(f"{key}.{name}: expected a number above 0 and at most {maximum}, not {value}")
+            raise UserError(
+                f"{key}.{name}: {value} is out of range; expected a number greater than 0 and at most {maximum}"
+            )
 
 
 def hf_config(fields: dict[str, Any], key: str) -> PretrainedConfig:

@@ -41,25 +41,25 @@ def check_encoder(encoder: Encoder, media: Sequence[Media]) -> None:
     for medium, features, expected in zip(media, separate, counts, strict=True):
         assert features.ndim == 2, f"`encode` must return [placeholder tokens, width], not {list(features.shape)}"
         assert len(features) == expected, (
-            f"{medium.name}: `measure` returned {expected} placeholder tokens, `encode` {len(features)}"
+            f"{medium.name}: `measure` returned {expected} placeholder tokens, but `encode` returned {len(features)}"
         )
         assert features.isfinite().all(), f"{medium.name}: features are not finite"
 
     together = encoder.encode(items)
     _check_equal("features", together.split(counts), separate, media)
     reversed_features = encoder.encode(items[::-1]).split(counts[::-1])
-    _check_equal("features, in another order,", reversed_features[::-1], separate, media)
+    _check_equal("features, in reverse order,", reversed_features[::-1], separate, media)
 
     dummy = encoder.encode([encoder.dummy_input()])
-    assert len(dummy) > 0, "`dummy_input` must have a placeholder token: it replaces items on ranks without any"
-    assert dummy.shape[1] == together.shape[1], "features of `dummy_input` have another width"
+    assert len(dummy) > 0, "`dummy_input` must have a placeholder token, because ranks without items encode it"
+    assert dummy.shape[1] == together.shape[1], "features of `dummy_input` have a different width"
     if any(parameter.requires_grad for parameter in encoder.parameters()):
         encoder.zero_grad()
         dummy.sum().backward()
-        _check_gradients(encoder, "`encode` of `dummy_input`: ranks without items would deadlock")
+        _check_gradients(encoder, "`encode` of `dummy_input`, so ranks without items would deadlock")
     if isinstance(encoder, SharedTower):
         from_inputs = [encoder.count_placeholders(item) for item in items]
-        assert from_inputs == counts, f"`count_placeholders` returned {from_inputs}, but `measure` {counts}"
+        assert from_inputs == counts, f"`count_placeholders` returned {from_inputs}, but `measure` returned {counts}"
 
 
 def check_decoder(decoder: Decoder, media: Sequence[Media], width: int) -> None:
@@ -78,7 +78,8 @@ def check_decoder(decoder: Decoder, media: Sequence[Media], width: int) -> None:
     for medium, item_targets, expected in zip(media, separate, counts, strict=True):
         assert item_targets.ndim == 2, f"`targets` must return [placeholder tokens, K], not {list(item_targets.shape)}"
         assert len(item_targets) == expected, (
-            f"{medium.name}: `measure` returned {expected} placeholder tokens, `targets` {len(item_targets)}"
+            f"{medium.name}: `measure` returned {expected} placeholder tokens, but `targets` returned "
+            f"{len(item_targets)}"
         )
         assert not item_targets.requires_grad, "`targets` must not require gradients"
 
@@ -139,9 +140,9 @@ def _prepare_items(module: Encoder | Decoder, media: Sequence[Media]) -> tuple[l
             assert isinstance(tensor, torch.Tensor), (
                 f"{medium.name}: `prepare` must return tensors, but {name!r} is a {type(tensor).__name__}"
             )
-            assert torch.equal(tensor, again[name]), f"{medium.name}: `prepare` returned another {name!r} when repeated"
-            assert not tensor.requires_grad, "`prepare` must not use weights: it runs in loader workers"
-    assert min(counts) > 0, "an item must have a placeholder token"
+            assert torch.equal(tensor, again[name]), f"{medium.name}: `prepare` returned two different {name!r}"
+            assert not tensor.requires_grad, "`prepare` must not use weights, because it runs in loader workers"
+    assert min(counts) > 0, "each item must have at least one placeholder token"
     return items, counts
 
 
@@ -152,7 +153,9 @@ def _check_equal(
     for medium, actual, expected in zip(media, together, separate, strict=True):
         difference = float((actual.detach().double() - expected.detach().double()).abs().max())
         tolerance = CLOSE * max(1.0, float(expected.detach().double().abs().max()))
-        assert difference <= tolerance, f"{medium.name}: {what} depend on other items of the call (by {difference:.1e})"
+        assert difference <= tolerance, (
+            f"{medium.name}: {what} depend on the other items of the call (difference: {difference:.1e})"
+        )
 
 
 def _check_gradients(module: torch.nn.Module, source: str) -> None:

@@ -1,4 +1,4 @@
-"""FLOPs of training, counted from the weights that rows are multiplied by and from the token pairs of attention.
+"""Count the FLOPs of training, from the weights that rows are multiplied by and from the token pairs of attention.
 
 In the forward pass, each weight costs one multiplication and one addition per row. The backward pass costs as much for
 the gradient of the weight, if it is trained, and as much again for the gradient of its input, if anything before it is
@@ -41,7 +41,7 @@ class FlopCounter:
         self.trained |= weight.requires_grad
 
     def add(self, forward: float) -> None:
-        """Add products of two activations, given their forward FLOPs.
+        """Add multiplications of activations with each other. `forward` is the number of their forward FLOPs.
 
         The backward pass costs twice as many FLOPs.
         """
@@ -70,7 +70,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """Return the forward FLOPs, and the forward and backward FLOPs, that torch counts for `run` on the meta device."""
+    """Return (forward FLOPs, forward and backward FLOPs), which torch counts for `run` on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
 
     with FlopCounterMode(display=False) as counter:

@@ -1,8 +1,8 @@
 """The frozen part of a decoder: a pretrained tokenizer or autoencoder that is never trained.
 
 It is built without weights. Hugging Face models are filled with weights through `Decoder.pretrained`; diffusers models
-read their own folder during initialization. Items are encoded one at a time: in a batch, rounding could change
-a code, and the targets of an item would depend on the other items of its rank.
+read their own folder during initialization. Items are encoded one at a time. In a batch, rounding could change a code,
+so the targets of an item would depend on the other items of its rank.
 """
 
 import math
@@ -23,7 +23,7 @@ from omnizoo.modalities.processor_files import read_json_object
 
 
 class Frozen(nn.Module):
-    """Wraps `model` without gradients, and always in eval mode, regardless of the mode of the decoder."""
+    """Wraps `model`, which gets no gradients and stays in eval mode, regardless of the mode of the decoder."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ def processor_files(folder: str | Path | None) -> list[Path]:
 
 
 def processor_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
-    """Return the settings of a processor in a model folder and the name of their file; {} if there are none.
+    """Return the settings of a processor in a model folder ({} if there are none), and the name of their file.
 
     As in transformers, settings nested in `processor_config.json` take precedence over those in a separate file.
 
@@ -46,7 +46,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: invalid JSON: {error}") from error
+        raise UserError(f"{file}: the file is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a JSON object, not a {type(content).__name__}")
     return content

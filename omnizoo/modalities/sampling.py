@@ -12,7 +12,7 @@ class Sampling:
     Args:
         temperature: Divisor of the logits.
         top_k: Maximum number of candidates; 0 for no limit.
-        top_p: Cumulative probability of the candidates.
+        top_p: Cumulative probability of the most likely candidates to sample from; 1 for all.
         generator: Random generator. If None, torch's default generator is used.
 
     Example:

@@ -127,8 +127,8 @@ def build_from(config: PretrainedConfig, model: ModelSection, precision: str, de
 
     for tokenizer in frozen_tokenizers(built).values():
         tokenizer.requires_grad_(False)
-    # The components of a composed model have separate configs and may have different dtypes. `to` would convert complex
-    # buffers to real ones.
+    # The components of a composed model have separate configs and may have different dtypes, so convert all of them.
+    # `to` is not used, because it would also convert complex buffers to real ones.
     if precision == "fp64":
         nn.Module.double(built)
     else:
@@ -213,8 +213,8 @@ def keep_states_apart(model: PreTrainedModel, key: str) -> None:
     if len(recurrent) > num_bound or (carries_state(model) and not num_bound):
         listed = ", ".join(sorted(set(recurrent))) or "recurrent"
         raise UserError(
-            f"{key}: `{model.config.model_type}` has {listed} layers, whose code carries state across packed samples "
-            "and accepts no sample boundaries. Use another model family."
+            f"{key}: `{model.config.model_type}` has {listed} layers. Their code carries state from one packed sample "
+            "to the next and does not accept sample boundaries. Use another model family."
         )
 
 

@@ -34,8 +34,8 @@ SIZES = {
 def read_field(config: PretrainedConfig, name: str) -> Any:
     """Return a field of a config, or None if it does not exist.
 
-    If some layers override the field, return the value of all other layers. transformers raises an error when such
-    a field is read as an attribute.
+    If some layers override the field, return the value that applies to all other layers. Such a field cannot be read as
+    an attribute, because transformers raises an error.
     """
     fields = config.to_dict()
     family_name = config.attribute_map.get(name, name)
@@ -87,7 +87,7 @@ def _check_inline_values(fields: Mapping[str, Any], key: str, cls: Any) -> None:
 
         expected = _expected_range(name, value)
         if expected:
-            raise UserError(f"{key}.{name}: {value}; expected {expected}")
+            raise UserError(f"{key}.{name}: {value} is out of range; expected {expected}")
 
 
 def _expected_range(name: str, value: float) -> str:
@@ -95,11 +95,11 @@ def _expected_range(name: str, value: float) -> str:
     if name in SIZES and value < 1:
         return "at least 1"
     if "drop" in name and not 0 <= value < 1:
-        return "a fraction, at least 0 and below 1"
+        return "a fraction that is at least 0 and less than 1"
     if name.endswith(("eps", "epsilon", "range", "std")) and value < 0:
         return "at least 0"
     if name in ("rope_theta", "factor") and value <= 0:
-        return "a number above 0"
+        return "a number greater than 0"
     return ""
 
 
@@ -107,10 +107,10 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     """Check sizes that would otherwise fail only when the model runs."""
     try:
         text = config.get_text_config()
-    except ValueError:  # there are several text configs, as in a codec; none of them is trained
+    except ValueError:  # the config has several text configs, as in a codec, and none of them is trained
         return
 
-    def read(name: str) -> Any:  # some families raise for attributes that differ between layers
+    def read(name: str) -> Any:  # some families raise an error for attributes that differ between layers
         return vars(text).get(text.attribute_map.get(name, name))
 
     heads = read("num_attention_heads")
@@ -122,7 +122,10 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     num_experts = next((count for count in expert_counts if isinstance(count, int)), None)
     per_token = read("num_experts_per_tok")
     if num_experts and isinstance(per_token, int) and not 1 <= per_token <= num_experts:
-        raise UserError(f"{key}.num_experts_per_tok: {per_token}; expected 1 to {num_experts}, the number of experts")
+        raise UserError(
+            f"{key}.num_experts_per_tok: {per_token} is out of range; expected 1 to {num_experts}, "
+            "the number of experts"
+        )
 
     rope = read("rope_parameters")
     if not isinstance(rope, Mapping):
@@ -131,7 +134,7 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     for settings in (rope, *by_layer_type):
         theta = settings.get("rope_theta", 1.0)
         if not isinstance(theta, int | float) or not theta > 0:
-            raise UserError(f"{key}.rope_theta: {shorten(theta)}; expected a number above 0")
+            raise UserError(f"{key}.rope_theta: {shorten(theta)} is not valid; expected a number greater than 0")
 
 
 def unknown_fields(

@@ -83,7 +83,7 @@ class ComponentSettings:
             )
 
     def keep_precision(self, model: nn.Module) -> None:
-        """Make components that set a `dtype` compute in it. The modules around them are unaffected."""
+        """Make each component that sets `dtype` compute in this dtype. The modules around it are unaffected."""
         encoders = {module.module for module in self.media.modules_of("encoder")}
         for prefix, setting in self.by_prefix.items():
             if setting.dtype is None:

@@ -84,7 +84,7 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _dtype(folder: Path, config: Any) -> torch.dtype | None:
-    """Return the dtype in the config. If it has none, return the dtype of the first weight, as most families do."""
+    """Return the dtype in the config. If the config has none, return the dtype of the first weight."""
     text = config.get_text_config()
     for declared in (getattr(config, "dtype", None), getattr(text, "dtype", None)):
         if isinstance(declared, torch.dtype):

@@ -32,8 +32,8 @@ class FlopCount:
     per_token: float
     per_target: float = 0.0
     per_pair: Mapping[int | None, float] = field(default_factory=dict)  # sum over layers, keyed by attention window
-    per_place: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: embed one target as input
-    per_predicted: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: compute the loss of one target
+    per_place: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: FLOPs to embed one target
+    per_predicted: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: FLOPs for the loss of a target
     per_pair_ahead: float = 0.0  # sum over layers in which bidirectional tokens attend to later tokens
 
     def of(
@@ -121,14 +121,15 @@ def _flops_of(modules: Iterable[nn.Module], trained: bool) -> float:
 
 def _run_trunk(model: PreTrainedModel, language: PreTrainedModel, media: MediaModel, head: Any) -> FlopCounter:
     """Count the FLOPs of the language model for one token, without its head."""
-    # Modules outside the language model produce features that replace embeddings, so they come before it.
+    # Modules outside the language model run before it, because their features replace embeddings. If one of them is
+    # trained, gradients flow through the complete language model.
     inside = {id(parameter) for parameter in (*language.parameters(), head)}
     followers = tuple(f"{module.module}." for module in media.modules_of("follower"))
     outside = [p for name, p in model.named_parameters() if id(p) not in inside and not name.startswith(followers)]
     trunk = FlopCounter(trained=any(parameter.requires_grad for parameter in outside))
 
-    excluded = [f"{name}." for name in frozen_tokenizers(language)]  # their cost is counted by decoders
-    if language is model:  # modules that decoders run per target are counted there
+    excluded = [f"{name}." for name in frozen_tokenizers(language)]  # decoders count their cost
+    if language is model:  # modules that decoders run for each target are counted with the decoders
         excluded += [f"{module.module}." for module in media.modules_of("decoder") if module.module]
 
     num_experts, experts_per_token = count_experts(language.config)
@@ -154,7 +155,7 @@ def modules_run_by(decoder: Decoder, method: Literal["embed", "loss"]) -> Iterab
 def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
     """Return the forward FLOPs of all recurrent layers for one token.
 
-    Each product with a state `[key width, value width]` costs 2 * key width * value width.
+    Each multiplication with a state `[key width, value width]` costs 2 * key width * value width FLOPs.
     """
     names = recipe.state_size or recipe_of(language.config.model_type).state_size
     if names is None:
@@ -194,7 +195,7 @@ def attention_width(config: PretrainedConfig, recipe: Recipe | None = None) -> f
     `recipe` is the recipe of the complete model.
     """
     names = (recipe and recipe.attention_width) or recipe_of(config.model_type).attention_width
-    # Read from the mapping: the attribute cannot be read if layers differ.
+    # Read the mapping, because the attribute cannot be read if layers differ.
     default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     width = sum(getattr(config, name) for name in names) / 2 if names else default
     return float(config.num_attention_heads * width)

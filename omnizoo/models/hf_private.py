@@ -47,9 +47,9 @@ from omnizoo.config.versions import check_signatures
 from omnizoo.models.untrusted_folders import open_weights
 
 PACKED = "packed"  # name of our attention in transformers' attention interface
-# Name of the same attention for encoders. With "flash" in the name, encoders attend in one call. Otherwise they make
-# one call per item and read its length from the device. Language models do not use this name, because some of them
-# pad the values if the name contains "flash".
+# Name of the same attention for encoders. If the name contains "flash", encoders compute the attention of all items in
+# one call. Otherwise, they make one call per item and read its length from the device. Language models do not use this
+# name, because some of them would pad the values.
 PACKED_TOWER = "packed_flash"
 
 
@@ -190,7 +190,7 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def rules_on_meta() -> Iterator[None]:
-    """Context manager: models built on meta run their weight initialization, which transformers skips there."""
+    """Context manager in which models on meta run their weight initialization. By default, transformers skips it."""
 
     def init_weights(self: PreTrainedModel) -> None:
         self.initialize_weights()
@@ -220,7 +220,11 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return the names in files of tied weights, keyed by name in `named_parameters`, if the two names differ."""
+    """Return tied weights whose names in published files differ from those in `named_parameters`.
+
+    Returns:
+        The names in published files, keyed by the name in `named_parameters`.
+    """
     names = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {target: source for target, source in tied.items() if target in names and source not in names}
@@ -241,7 +245,7 @@ class PublishedKeys:
         self.tied = tied_sources(model)
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
-        """Group the `names` of weights that must be converted together."""
+        """Divide `names` into groups of weights that must be converted together."""
         conversions = [conversion for conversion in self.conversions[::-1] if isinstance(conversion, WeightConverter)]
         converters: list[Any] = [conversion.reverse_transform() for conversion in conversions]
         groups: dict[str, list[str]] = {}
@@ -291,7 +295,7 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         for group in (*by_parameter.values(), others):
             infos.append(convert_and_load_state_dict_in_model(model, group, load_config)[0])
             _shard_again(model, sharded)
-    for name, shard in sharded.items():  # absent from the files, or with a different shape
+    for name, shard in sharded.items():  # the files lack these parameters or store them with a different shape
         _replace(model, name, shard)
 
     info = infos[-1]
@@ -303,7 +307,7 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
     if info.error_msgs:
         raise RuntimeError(f"weights could not be converted: {info.error_msgs}")
 
-    # The message of transformers consists of a traceback, the exception and the conversion step.
+    # transformers' message consists of a traceback, the exception and the conversion step. Keep only the exception.
     reasons = {name: (text.splitlines()[-2:] or [""])[0] for name, text in info.conversion_errors.items()}
     model._adjust_missing_and_unexpected_keys(info)
     # transformers compares local shards; the message reports full shapes.
@@ -323,8 +327,8 @@ def _replace_by_full(model: PreTrainedModel, mapping: list[Any]) -> dict[str, An
     """Replace sharded parameters with full parameters on meta if they cannot be converted shard by shard.
 
     transformers (5.22.2) reads a rank's shard of the published weights and then converts it. The result is silently
-    wrong if weights are split, concatenated along the sharded dim, or permuted:
-    tests/models/weights/test_conversions.py.
+    wrong if weights are split, concatenated along the sharded dim, or permuted (see
+    tests/models/weights/test_conversions.py).
 
     Returns:
         The original sharded parameters, keyed by name.

@@ -27,11 +27,12 @@ from omnizoo.models.weights.vocabulary import grow, may_grow
 
 
 def read_model_config(model: ModelSection) -> Any:
-    """Return the Hugging Face config of `model`. A vocabulary that may be resized has room for all tokens."""
+    """Return the Hugging Face config of `model`. A vocabulary that may be resized is large enough for all tokens."""
     config = _read_described(model)
     folder = tokenizer_folder(model)
     has_tokenizer = isinstance(model.tokenizer, PythonObject) or (folder is not None and Path(folder).is_dir())
-    if may_grow(model) and (has_tokenizer or model.resize_vocabulary):  # a tokenizer is optional
+    # A missing tokenizer is an error only if `resize_vocabulary` is set.
+    if may_grow(model) and (has_tokenizer or model.resize_vocabulary):
         grow(config, len(load_tokenizer(model)), model)
     return config
 
@@ -83,8 +84,8 @@ def _describe_part(part: EncoderSettings, projector: ProjectorSettings | None, k
         except UserError:
             if part.config is not None:
                 raise
-            # The folder has no transformers model, but a diffusers tokenizer or a codebook, for example. The class of
-            # the component reads it.
+            # The folder contains no transformers model. For example, it contains a diffusers tokenizer or a codebook,
+            # which the class of the component reads.
     return {
         "kind": part.kind,
         "options": part.options,
@@ -103,7 +104,7 @@ def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_re
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(
-            f"{key}: {folder} is not a Hugging Face model folder (no config.json in it){hub_hint(folder, 'model')}"
+            f"{key}: {folder} is not a Hugging Face model folder (it has no config.json){hub_hint(folder, 'model')}"
         )
     settings = check_settings(Path(folder), trust_remote_code, key)
     if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
@@ -164,7 +165,7 @@ def load_tokenizer(model: ModelSection) -> Any:
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder{hub_hint(folder, 'model')}")
     if model.tokenizer is None:
-        _read_described(model)  # AutoTokenizer reads the config, too, and its error would blame the tokenizer
+        _read_described(model)  # check the config first, because an error of AutoTokenizer would blame the tokenizer
     check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -187,5 +188,7 @@ def load_tokenizer(model: ModelSection) -> Any:
 def _given_tokenizer(tokenizer: Any) -> Any:
     """Return a copy of a tokenizer that was passed as a Python object."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
-        raise UserError(f"tokenizer=: {type(tokenizer).__name__}; expected a fast tokenizer of transformers")
+        raise UserError(
+            f"tokenizer=: the value has type {type(tokenizer).__name__}; expected a fast tokenizer of transformers"
+        )
     return deepcopy(tokenizer)

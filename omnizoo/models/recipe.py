@@ -1,4 +1,4 @@
-"""Recipes: data that describes how a model family is sharded and fed.
+"""Recipes: data that describes how to shard a model family and how to build its inputs.
 
 Most of this data is read from the model. A family's file (`recipes/<model_type>.py`) contains one `RECIPE` with the few
 values that its code and config do not contain. Families without a file use the default recipe.
@@ -46,8 +46,9 @@ class Recipe:
     attention_width: tuple[str, str] | None = None
     # For recurrent layers: names of the config fields for the number of heads, and rows and columns of the state.
     state_size: tuple[str, str, str] | None = None
-    # Experts that expert parallelism can distribute. True: some models of the family have them, but not with the
-    # default config. False: the family has experts that do not use transformers' experts interface.
+    # Whether the family has experts that expert parallelism can distribute. None: it has them if the default config has
+    # experts. True: some models have them, although the default config has none. False: the experts of the family do
+    # not use transformers' experts interface.
     has_experts: bool | None = None
     # Multimodal families: (model, tokenizer folder, options) -> modalities, keyed by name. The model is on meta.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
@@ -74,7 +75,7 @@ class ModelFacts:
     """A recipe applied to one model: module names and sizes that parallelism needs."""
 
     blocks: tuple[str, ...]  # paths of modules to shard and recompute, in order of execution
-    experts: tuple[str, ...]  # paths of modules with all experts of a layer, using transformers' experts interface
+    experts: tuple[str, ...]  # paths of modules that contain all experts of a layer and use transformers' interface
     num_experts: int  # includes experts that do not use the interface
     heads: int  # 0 if unknown
     kv_heads: int

@@ -1,8 +1,8 @@
-"""Small copies of models that run on a CPU: few layers, small widths, the same family and structure.
+"""Describe small copies of models that run on a CPU: same family and structure, but few layers and small widths.
 
 A small copy keeps the ratio of heads to key-value heads, the number of experts and of experts per token, every kind of
-layer, sliding windows (shortened, so they have an effect) and tied weights. It has no pretrained weights. It has no
-dropout or router jitter, because random numbers depend on the layout.
+layer, sliding windows (shortened, so they have an effect) and tied weights. It has no pretrained weights. By default,
+it has no dropout or router jitter, because random numbers depend on the layout.
 """
 
 import re
@@ -98,7 +98,7 @@ RANDOM = re.compile(r"drop|jitter")  # fields that make the forward pass random 
 class Shrinking:
     """Settings for a small copy.
 
-    Families whose widths depend on each other in special ways can shrink only some of them.
+    The widths of some families depend on each other in special ways, so not all of them can be reduced.
     """
 
     widths: bool = True
@@ -125,7 +125,7 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         encoder = modality.encoder
         description = config.modalities[name].get("encoder")
         if encoder is not None and description["config"] is not None:
-            # Decoders stay unchanged: their tokenizers determine the targets in the data.
+            # Decoders stay unchanged, because their tokenizers determine the targets in the data.
             small_encoder = shrink_tower(description["config"], shrinking)
             encoder = encoder.model_copy(update={"path": None, "config": small_encoder})
         modalities[name] = modality.model_copy(update={"encoder": encoder})
@@ -226,7 +226,7 @@ def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dic
     if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = TEXT["qk_rope_head_dim"]  # head_dim is the rotary width here
 
-    for name in (*EXPERTS, *VISITED):  # if the config has a number per layer, use one number for all layers
+    for name in (*EXPERTS, *VISITED):  # if the config has one number per layer, use the largest for all layers
         value = fields.get(name)
         if isinstance(value, list) and value:
             small[name] = max(value)
@@ -287,7 +287,10 @@ def _by_layer(value: Any) -> dict[int, Any]:
 
 
 def _cover(kinds: Sequence[Any]) -> list[int]:
-    """Return at least two layer numbers that cover every kind: the first two to four layers, or one layer per kind."""
+    """Return at least two layer numbers that cover every kind.
+
+    These are the first two to four layers if they cover every kind, otherwise the first layer of each kind.
+    """
     for length in range(2, min(len(kinds), 4) + 1):
         if set(kinds[:length]) == set(kinds):
             return list(range(length))
@@ -296,7 +299,10 @@ def _cover(kinds: Sequence[Any]) -> list[int]:
 
 
 def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Return fields for a smaller vocabulary. All special tokens get its last id, which probe inputs never contain."""
+    """Return fields for a smaller vocabulary.
+
+    All special tokens get the last id of the vocabulary, which inputs of the probe never contain.
+    """
     small: dict[str, Any] = {}
     for key, value in fields.items():
         if key.endswith("_token_id") and value is not None:
@@ -350,7 +356,7 @@ def _inline_fields(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, An
 
 
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that an inline config may contain. Published configs have fields that no code reads."""
+    """Return the fields that an inline config may contain. Fields that no code reads are left out."""
     dropped = set(DROPPED)
     if fields.get("model_type") in CONFIG_MAPPING:
         family = CONFIG_MAPPING[fields["model_type"]]

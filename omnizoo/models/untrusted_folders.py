@@ -1,7 +1,7 @@
 """Checks of a model folder before transformers reads it. Folders are read as data, and their code does not run.
 
 The author of a folder may not be trusted. Code is imported only if the user's command line or config allows it, and
-file names inside a folder must not lead outside. SECURITY.md lists the guarantees.
+file names in the files of a folder must not lead out of it. SECURITY.md lists the guarantees.
 """
 
 import json
@@ -27,14 +27,15 @@ FLOATING = (".weight", ".bias")
 MAX_SETTINGS_BYTES = 64 * 2**20  # per JSON file; we do not read tokenizer.json
 
 LARGEST = 2**53  # results computed from larger numbers overflow
-# Upper bounds for fields whose names match a pattern. They count modules, and building more would take too long.
+# Upper bounds for fields that count modules, by a pattern of the field's name. Building more modules would take too
+# long.
 MAX_COUNTS = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}
 
 
 def read_settings(file: Path) -> bytes:
     """Return the content of a file after checking that it is small."""
     if file.stat().st_size > MAX_SETTINGS_BYTES:
-        raise UserError(f"{file}: {file.stat().st_size} bytes; a settings file can have at most {MAX_SETTINGS_BYTES}")
+        raise UserError(f"{file}: the file has {file.stat().st_size} bytes; expected at most {MAX_SETTINGS_BYTES}")
     return file.read_bytes()
 
 
@@ -82,13 +83,13 @@ def check_numbers(fields: Mapping[str, Any], key: str) -> None:
         if isinstance(value, Mapping):
             check_numbers(value, f"{key}.{field_name(name)}")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}.{field_name(name)}: {value}; expected a finite number")
+            raise UserError(f"{key}.{field_name(name)}: {value} is not finite; expected a finite number")
         elif isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{key}.{field_name(name)}: {shorten(value)} is too large; expected at most {LARGEST:,}")
         elif isinstance(value, int):
             for pattern, maximum in MAX_COUNTS.items():
                 if value > maximum and re.search(pattern, str(name)):
-                    raise UserError(f"{key}.{name}: {value}; expected at most {maximum:,}")
+                    raise UserError(f"{key}.{name}: {value} is too large; expected at most {maximum:,}")
 
 
 def field_name(field: Any) -> str:
@@ -117,7 +118,7 @@ def _needs_code(settings: dict[str, Any]) -> bool:
 
 
 def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield attention and experts implementations that name a repository (`owner/name`), also in nested configs."""
+    """Yield (key, value) of attention and experts implementations that name a repository, also in nested configs."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             if key.lstrip("_").endswith(("attn_implementation", "experts_implementation")):
@@ -127,7 +128,7 @@ def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def inside(folder: Path, name: Any, source: str) -> Path:
-    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads outside.
+    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads out of `folder`.
 
     `source` is the key and the file that contains the name, for messages.
     """
@@ -138,9 +139,9 @@ def inside(folder: Path, name: Any, source: str) -> Path:
 
 @contextmanager
 def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Context manager: open safetensors files, and yield slices of their weights, keyed by name.
+    """Context manager that opens safetensors files and yields slices of their weights, keyed by name.
 
-    A slice has a shape and dtype, and is read when indexed.
+    A slice has a shape and a dtype. Its values are read when it is indexed.
     """
     with ExitStack() as opened:
         weights: dict[str, Any] = {}
@@ -156,7 +157,7 @@ def tensor_names(file: Path) -> list[str]:
         with open_weights([file]) as weights:
             dtypes = {name: str(weight.get_dtype()) for name, weight in weights.items()}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged, or not a safetensors file: {first_line(error)}") from error
+        raise UserError(f"{file}: the file is damaged or is not a safetensors file: {first_line(error)}") from error
     for name, dtype in dtypes.items():
         if name.endswith(FLOATING) and not dtype.startswith(("F", "BF")):
             raise UserError(

@@ -13,7 +13,7 @@ from omnizoo.models.hf_private import auto_class
 
 
 def given_model(model: ModelSection) -> nn.Module:
-    """Return the object that was passed to `omnizoo.train(model=...)`. A copy is trained, so it is never modified."""
+    """Return the object that was passed to `omnizoo.train(model=...)`. It is never modified; a copy is trained."""
     if not isinstance(model.given, PythonObject):
         raise UserError(
             f"model.given: {model.given} was passed as a Python object. Pass it to omnizoo.train(model=...) again."
@@ -23,7 +23,9 @@ def given_model(model: ModelSection) -> nn.Module:
         description = f"a {type(module).__qualname__}"
         if isinstance(module, type):
             description = f"the class {module.__qualname__}"
-        raise UserError(f"model=: {description}; expected a torch.nn.Module that is called like a Hugging Face model")
+        raise UserError(
+            f"model=: the value is {description}; expected a torch.nn.Module that is called like a Hugging Face model"
+        )
     is_wrapper = type(module).forward is nn.Module.forward
     if isinstance(module, PreTrainedModel) and not is_wrapper and module.get_output_embeddings() is None:
         raise UserError(f"model=: {type(module).__name__} has no head; expected a model that returns logits")

@@ -113,7 +113,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, part: str | None = None) -> None:
-        """Record the storage of `tensor` if it is new, and its release later. `part` overrides the inferred part."""
+        """Record the storage of `tensor` if it is new, and track its release. `part` overrides the inferred part."""
         local = local_shard(tensor)
         if tensor.device != self.device:
             if is_fake(local) and tensor.device.type == "cpu":

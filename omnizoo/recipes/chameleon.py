@@ -1,4 +1,4 @@
-"""Chameleon: images as tokens of the vocabulary, in input and output.
+"""Chameleon: reads and generates images as tokens of its vocabulary.
 
 The VQ model of transformers has no decoder, so generated tokens cannot be rendered as images.
 """

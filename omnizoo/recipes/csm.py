@@ -1,4 +1,4 @@
-"""CSM: speech of several speakers, generated as Mimi codes from the text of their turns. It generates no text."""
+"""CSM: speech of several speakers, generated as Mimi codes from the text of their turns. CSM generates no text."""
 
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""Emu3: images as tokens of the vocabulary, in input and output, from the model's own VQ model.
+"""Emu3: reads and generates images as tokens of its vocabulary, which its own VQ model computes.
 
 Images may have any shape; each row of codes ends with a special token.
 """

@@ -1,4 +1,4 @@
-"""Gemma 3: images as squares, or several crops with pan and scan. Attention within an image is bidirectional."""
+"""Gemma 3: square images and, with pan and scan, crops of images. Attention within an image is bidirectional."""
 
 from collections.abc import Mapping
 from functools import partial

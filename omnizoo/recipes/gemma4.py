@@ -1,6 +1,6 @@
 """Gemma 4: images, video, audio (E2B and E4B only); dense or mixture of experts (26B-A4B).
 
-If the config enables it, tokens of an image or frame are bidirectional, in sliding-window layers only.
+If the config enables it, tokens of an image or frame attend in both directions, but only in sliding-window layers.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "a
 def build_encoders(
     specs: Mapping[str, EncoderSpec], model: PreTrainedModel, folder: str | None, options: Options
 ) -> dict[str, Modality]:
-    """Build the encoders of this model. The config of a missing encoder is None: 26B-A4B and 31B have no audio."""
+    """Build the encoders that this model has. For example, 26B-A4B and 31B have no audio encoder."""
     available = {name: spec for name, spec in specs.items() if getattr(model.config, CONFIG_FIELDS[name]) is not None}
     return build_modalities(available, model, folder, options)
 

@@ -2,7 +2,8 @@
 
 Tokens of an image are bidirectional in all layers, also beyond the window, as in the forward pass of transformers
 (5.22.2). In other sizes of Gemma 4, they are bidirectional in sliding-window layers only, within the window
-(transformers issue 46711). Inference engines may do that for this size, too. A test fails if transformers changes this.
+(transformers issue 46711). Inference engines may apply the rule of the other sizes to this size, too. A test fails if
+transformers changes its behavior.
 """
 
 from dataclasses import replace

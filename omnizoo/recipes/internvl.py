@@ -1,4 +1,4 @@
-"""InternVL: images as one square tile, or as several tiles and a thumbnail. The language model may be of any kind."""
+"""InternVL: an image is one square tile, or several tiles and a thumbnail. The language model may be of any kind."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class CroppedTileEncoder(TileEncoder):
             folder,
             PUBLISHED,
             size={"height": height, "width": width},
-            crop_to_patches=True,  # InternVL's processor sets it, regardless of the value in its file
+            crop_to_patches=True,  # InternVL's processor always sets this, regardless of its file
             min_patches=min_tiles,
             max_patches=max_tiles,
         )

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: dense. The recipe is empty because the model provides everything."""
+"""Llama 2 and 3: dense. The recipe is empty, because everything can be read from the model."""
 
 from omnizoo.models.recipe import Recipe
 

@@ -1,4 +1,4 @@
-"""Llama 4: images as square tiles, whose number depends on the shape, and a thumbnail; experts.
+"""Llama 4: experts; images as square tiles and a thumbnail. The shape of an image determines the number of tiles.
 
 The experts bypass the experts interface of transformers and run on all tokens, so expert parallelism is unavailable.
 """

@@ -1,6 +1,6 @@
-"""MiniCPM-V 4.7: the thumbnail and slices of an image share one grid of positions; language model of Qwen3.5.
+"""MiniCPM-V 4.7: the language model of Qwen3.5; the thumbnail and slices of an image share one grid of positions.
 
-Videos, which its processor splits into slices and stacks of frames, are not supported.
+Videos are not supported. The model's processor splits them into slices and stacks of frames.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Mistral 3 (Small 3.1 and later): images of any shape, row by row, with the Pixtral tower; any language model."""
+"""Mistral 3 (Small 3.1 and later): images of any shape, as rows of tokens. The language model may be of any kind."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -46,7 +46,7 @@ RECIPE = Recipe(
         "Qwen3OmniMoeThinkerTextDecoderLayer",
         "Qwen3OmniMoeVisionBlock",
         "Qwen3OmniMoeAudioEncoderLayer",
-    ),  # `_no_split_modules` of the model names entire towers
+    ),  # set here, because `_no_split_modules` of the model lists entire towers
     small_config=SMALL_DEEPSTACK | {"audio_config": {"downsample_hidden_size": 8}},
     modalities=partial(build_thinker, MODALITIES),
     positions=thinker_positions,

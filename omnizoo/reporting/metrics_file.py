@@ -73,10 +73,11 @@ class AppendingFile:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
 
     def write(self, record: bytes) -> None:
-        """Write a complete record.
+        """Write a record completely or not at all.
 
         Raises:
-            OSError: If the record does not fit. A partial record is removed, so that the next one starts on a new line.
+            OSError: If the record could not be written, for example because the disk is full. A partial record is
+                removed, so that the next one starts on a new line.
         """
         before = os.fstat(self._file.fileno()).st_size
         if (written := self._file.write(record)) != len(record):

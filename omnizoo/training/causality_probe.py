@@ -1,9 +1,9 @@
 """Start-up probe: check that a model is causal and keeps the samples of a pack apart.
 
-The probe runs a small copy of the model, with random weights, the same way as training does, in one process. Changing a
-token must not change the logits of earlier tokens or of other samples. A sample must have the same logits in a pack as
-alone; otherwise the model counts positions from the start of the pack. Bidirectional tokens must attend to each other,
-and no other token may attend to later ones.
+The probe runs a small copy of the model with random weights, in one process and with the same inputs as in training.
+Changing a token must not change the logits of earlier tokens or of other samples. A sample must have the same logits in
+a pack as alone; otherwise the model counts positions from the start of the pack. Bidirectional tokens must attend to
+each other, and no other token may attend to later ones.
 """
 
 import logging
@@ -47,7 +47,8 @@ LENGTHS = (19, 23, 13)  # number of tokens of each sample in the pack; larger th
 BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
 VOCABULARY = 256
 LARGEST = 50_000_000  # maximum number of weights in a small copy, to limit time and host memory
-ALONE = 1e-4  # relative tolerance between the logits of a sample alone and in a pack; other shapes round differently
+# Relative tolerance between the logits of a sample alone and in a pack. Matmuls of different shapes round differently.
+ALONE = 1e-4
 SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, depth=False))
 
 
@@ -136,7 +137,7 @@ def dropout_of_media(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: silence transformers, which has already logged the same messages about the full model."""
+    """Context manager that silences transformers, which has already logged the same messages about the full model."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
@@ -331,8 +332,8 @@ def _check_leaks(run: _Run, spec: ModelSection) -> None:
             )
     if not run.is_same_alone(logits):
         raise UserError(
-            f"{subject} returns different logits for a sample in a pack than alone: its positions do not restart with "
-            "each sample, or it selects among the tokens of the whole pack. Use another model family."
+            f"{subject} returns different logits for a sample in a pack than alone. Either its positions do not "
+            "restart with each sample, or it selects among the tokens of the whole pack. Use another model family."
         )
 
 

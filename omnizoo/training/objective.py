@@ -61,9 +61,9 @@ class LossSums:
 
 
 class Objective:
-    """Base class of objectives: the loss terms of a batch, and the count that each of them is divided by.
+    """Base class of objectives. An objective defines the loss terms of a batch, and the count that divides each term.
 
-    A subclass implements `loss_counts` and `terms`. This class computes gradients from them:
+    A subclass implements `loss_counts` and `terms`. This class computes gradients from both:
 
         for batch in objective.micro_batches(data, step):
             loss = objective.loss(batch)
@@ -131,7 +131,7 @@ class Objective:
         config = self.config
         self._loss_sums = LossSums(counts=self.loss_counts(data.totals))
         reduces_each = config.parallel.reduce_each_micro_batch
-        if reduces_each is None:  # on accelerators: unsharded fp32 gradients may not fit in memory
+        if reduces_each is None:  # True on accelerators, where unsharded fp32 gradients may not fit in memory
             reduces_each = not is_host(self.mesh.device)
         with self.phases("forward"):  # some losses run a model over all micro-batches first, such as KTO's baseline
             self.begin_step(data)
@@ -221,12 +221,12 @@ class LanguageObjective(Objective):
         recorder = RouterRecorder(self.model, is_needed, without=followers)
         if not recorder.routers:
             for loss in self._router_losses:
-                log.warning("%s is not used: the model has no routers.", loss.who)
+                log.warning("%s is not used, because the model has no routers.", loss.who)
         return recorder
 
     @contextmanager
     def measuring(self, measures: Sequence[NamedLoss]) -> Iterator[None]:
-        """Context manager: also compute `measures`, losses with weight 0, for example during evaluation."""
+        """Context manager that also computes `measures`, losses with weight 0, for example during evaluation."""
         token_losses = self.token_losses
         self.token_losses = [*token_losses, *measures]
         try:
@@ -235,7 +235,7 @@ class LanguageObjective(Objective):
             self.token_losses = token_losses
 
     def loss_counts(self, totals: StepTotals) -> dict[str, float]:
-        """Return the denominator of each loss term and metric, keyed by name, given the totals of all ranks."""
+        """Return the denominator of each loss term and metric, keyed by name. `totals` are those of all ranks."""
         counts: dict[str, float] = {}
         for loss in self.token_losses:
             counts[loss.name] = loss.count(totals)

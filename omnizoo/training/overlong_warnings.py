@@ -42,4 +42,4 @@ class OverlongWarnings:
         for name, description in self._descriptions.items():
             if counters.get(name) and name not in self._reported:
                 self._reported.add(name)
-                yield f"{counters[name]:,} of {counters[ROWS_READ]:,} {description}; see the metric {name}"
+                yield f"of {counters[ROWS_READ]:,} rows, {counters[name]:,} {description}; see the metric {name}"

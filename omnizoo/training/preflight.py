@@ -115,7 +115,7 @@ def check_same_model(config: Config, mesh: Mesh) -> None:
     on_meta = mesh.from_first([name for name, tensor in tensors if tensor.is_meta])
     if on_meta:
         raise UserError(
-            f"model=: {on_meta[0]} is on the meta device on rank 0, whose weights training starts from. "
+            f"model=: {on_meta[0]} is on the meta device on rank 0, but training starts from the weights of rank 0. "
             "Initialize the model on rank 0."
         )
 

@@ -1,7 +1,7 @@
 """Choose which blocks recompute their activations, for `parallel.recompute: {budget: ...}`.
 
-The choice minimizes recomputation time, subject to the memory budget for activations. One block of each kind is
-measured on packs of the run: the bytes that it keeps for backward, and the time to recompute them. All ranks use the
+The choice minimizes recomputation time, subject to the memory budget for activations. For one block of each kind, the
+bytes that it keeps for backward and the time to recompute them are measured on packs of the run. All ranks use the
 largest values of any rank. Checkpoints store the choice, so a resumed run continues with the same one.
 """
 
@@ -105,12 +105,12 @@ def apply_recompute_budget(
     names_by_kind: dict[Any, list[str]] = defaultdict(list)
     for name, switch in blocks.items():
         names_by_kind[switch.kind].append(name)
-    kinds = [kind for kind in names_by_kind if kind in costs]  # encoders without items in this step were not run
+    kinds = [kind for kind in names_by_kind if kind in costs]  # without encoders that had no items in this step
     plan = choose([costs[kind] for kind in kinds], [len(names_by_kind[kind]) for kind in kinds], budget)
 
     modes = dict.fromkeys(blocks, "full")
     for kind, counts in zip(kinds, plan.counts, strict=True):
-        # Blocks that keep the most memory come last: backward frees their memory before the first blocks are
+        # Blocks that keep the most memory come last, because backward frees their memory before the first blocks are
         # recomputed.
         for name, mode in zip(names_by_kind[kind], modes_in_order(counts), strict=True):
             modes[name] = mode
@@ -180,7 +180,7 @@ def choose(costs: Sequence[Cost], blocks: Sequence[int], budget: int) -> Recompu
     fitting = [plan for plan in plans if plan.bytes <= budget]
     if not fitting:
         raise UserError(
-            f"parallel.recompute.budget: {budget / GIB:.3g} GiB, but the activations of blocks need at least "
+            f"parallel.recompute.budget: {budget / GIB:.3g} GiB is too small. The activations of blocks need at least "
             f"{least / GIB:.3g} GiB, even if all blocks are recomputed. Raise the budget, lower data.pack_tokens, set "
             "parallel.tile_tokens, or split packs across more ranks (parallel.ulysses, parallel.ring)."
         )

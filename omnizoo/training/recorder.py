@@ -105,7 +105,7 @@ class Recorder:
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:
-        """Context manager: if a file cannot be written, warn once and continue the run."""
+        """Context manager that warns once, and lets the run continue, if a file cannot be written."""
         try:
             yield
         except OSError as error:

@@ -11,7 +11,7 @@ from omnizoo.ops.precision import at_least_fp32
 
 
 class RouterStats:
-    """Loads and probabilities of experts, summed over the micro-batches since the last `reset`, without a host sync."""
+    """Loads and probabilities of experts, summed on the device over the micro-batches since the last `reset`."""
 
     def __init__(self, routers: Mapping[str, nn.Module], bias_rate: float) -> None:
         """Create empty statistics.
@@ -49,8 +49,8 @@ class RouterStats:
     def update_bias(self, total: torch.Tensor) -> None:
         """Balance the load without a loss term, by changing the correction biases of experts.
 
-        The bias is lowered for experts with a load above the mean, and raised for experts with a load below it. Routers
-        without a correction bias are not changed.
+        The bias is lowered for experts whose load is greater than the mean, and raised for experts whose load is less.
+        Routers without a correction bias are not changed.
 
         Args:
             total: The sums over all ranks, with layers concatenated. They are the same on all ranks, and so are the

@@ -33,7 +33,10 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
             )
         run.callbacks.save(step, folder)
     except SaveError as error:
-        message = f"no checkpoint of step {step}: {error}. Earlier checkpoints in {run.checkpoint_dir} are intact."
+        message = (
+            f"the checkpoint of step {step} could not be saved: {error}. "
+            f"Earlier checkpoints in {run.checkpoint_dir} are intact."
+        )
         if must_succeed or run.config.checkpoint.on_save_error == "stop":
             raise TrainingError(message) from error
         recorder.print(f"warning: {message} Training continues (checkpoint.on_save_error: continue).")

@@ -161,7 +161,7 @@ def load_run_config(config: str | Path | Mapping[str, Any] | Config, **objects: 
 def joined_world(
     config: Config, on_failure: Callable[[int, BaseException], None] | None = None, has_loader: bool = True
 ) -> Iterator[tuple[Config, Mesh]]:
-    """Context manager: join the process group, and build the mesh.
+    """Context manager that joins the process group and builds the mesh.
 
     Args:
         config: The config of the run.
@@ -178,7 +178,7 @@ def joined_world(
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
             config = config.changed(train=batch)
         elif worker_count(config.data.workers):
-            start_server()  # it starts in parallel with the set-up, because it takes seconds
+            start_server()  # in parallel with the set-up, because its start takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         yield config, mesh
@@ -340,7 +340,7 @@ def prepare_run(
         check_metrics(config, evaluator.metric_names())
     num_steps = config.train.steps - state.step
     steps = resources.enter_context(Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases))
-    first_step = steps.next()  # unusable data raises here, before any file is written
+    first_step = steps.next()  # unusable data raises an error here, before any file is written
     clock.done("data")
     recompute = sync_errors(mesh, lambda: apply_recompute_budget(setup.objective, first_step, saved.get("recompute")))
     return RunContext(
@@ -373,7 +373,7 @@ def _open_data(bundle: ModelBundle, mesh: Mesh) -> tuple[Loader, Reader | None, 
 
 
 def _restore_loader(loader: Loader, saved: Mapping[str, Any], start: StartingPoint, mesh: Mesh) -> None:
-    """Move the loader to the data position of the checkpoint."""
+    """Set the data position of the loader to that of the checkpoint."""
     position = saved["loader"]
     if position is None:
         raise UserError(

@@ -69,7 +69,7 @@ def _describe_model(model: nn.Module, config: Config, start: StartingPoint) -> d
         "trained": f"{num_trained / 1e6:.1f} M parameters, {num_trained / max(1, num_parameters):.1%}",
     }
     random_weights = f"random, from train.seed {config.train.seed}"
-    initial_weights = "those of the object" if config.model.given else random_weights
+    initial_weights = "from the Python object" if config.model.given else random_weights
     base_weights = (config.model.foundation or config.model).path or initial_weights
     adapter = describe_adapter(model)
     if adapter:
@@ -129,5 +129,5 @@ def closing_message(run: RunContext, stopped_by: str | None) -> str:
         return f"done, {step} steps: {results}. For Hugging Face: omnizoo export {run.folder.root} OUT_DIR"
     hint = "The same command continues from here."
     if stopped_by == "evaluation.early_stop":
-        hint = "Raise its patience to continue."
+        hint = "Raise evaluation.early_stop.patience to continue."
     return f"stopped by {stopped_by} after step {step}/{run.config.train.steps}: {results}. {hint}"

@@ -100,8 +100,8 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
 
     Args:
         objective: Has run `loss` and `backward` on all micro-batches of the step.
-        optimizer: Updates its parameters. Gradient norm and clipping apply only to them, so that several optimizers
-            can update the model in turn.
+        optimizer: Updates its parameters. Gradient norm and clipping apply only to these parameters, so that several
+            optimizers can update the model in turn.
         step: Number of this step, counted from 1. Determines the learning rate.
         stop: Whether to stop after this step.
 
@@ -122,7 +122,7 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
     squared_norm_value, *loss_values = values[: sums.num_checked]
     means = {}
     for name, loss_value in zip(losses.sums, loss_values, strict=True):
-        # Without targets, divide by 1: the sum is 0, or NaN if the model produced NaN, which must stay visible.
+        # Without targets, divide by 1. The sum is then 0, or NaN if the model produced NaN, which must stay visible.
         means[name] = loss_value / (losses.counts[name] or 1)
     return StepResult(
         loss=sum(losses.weights[name] * mean for name, mean in means.items()),
@@ -162,7 +162,7 @@ def _update_weights(
     """Clip gradients and update the weights, unless the norm or a loss is not finite.
 
     A fused optimizer clips gradients and skips a non-finite step on the device. It is launched before the host reads
-    the sums, so the device does not idle. Other optimizers run after the host has read them.
+    the sums, so the device does not idle. Other optimizers run after the host has read the sums.
 
     Returns:
         The values of `sums` on the host, and whether the weights were updated.

@@ -91,6 +91,6 @@ def _sample_names(run: RunContext, data: StepData) -> list[str]:
 def _warnings(run: RunContext, data: StepData) -> Iterator[str]:
     """Yield warnings about a step without targets and about over-long samples."""
     if not data.totals.has_targets:
-        yield f"step {run.state.step}: no targets, so the loss is undefined"
+        yield f"step {run.state.step} has no targets, so its loss is undefined"
     for warning in run.overlong.new_warnings(data.counters):
         yield f"warning: {warning}"

@@ -402,7 +402,7 @@ def test_failed_save_is_survived_if_config_allows(
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail_once)
     args = ["train", str(trained / "tiny.yaml"), "--log.dir", str(tmp_path / "new"), *EVERY]
     assert main([*args, "--checkpoint.on_save_error", "continue"]) == 0
-    assert "warning: no checkpoint of step 1: " in capsys.readouterr().out
+    assert "warning: the checkpoint of step 1 could not be saved: " in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["step_00000002"]
 
 

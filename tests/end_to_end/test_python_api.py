@@ -189,8 +189,8 @@ def test_reused_generator_and_missing_objects_raise(tokenizer: Path, tmp_path: P
 
 
 BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a class": ({"model": TinyModel}, {}, "model=: the class TinyModel"),
-    "a mapping": ({"model": {}}, {}, "model=: a dict"),
+    "a class": ({"model": TinyModel}, {}, "model=: the value is the class TinyModel"),
+    "a mapping": ({"model": {}}, {}, "model=: the value is a dict"),
     "no head": ({"model": hf_model().model}, {}, "model=: Qwen3Model has no head"),
     "another signature": (
         {"model": own_rows.Model()},
@@ -215,7 +215,7 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model": {"tokenizer": None}},
         "model.tokenizer: not set",
     ),
-    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer=: type"),
+    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer=: the value has type type"),
 }
 
 

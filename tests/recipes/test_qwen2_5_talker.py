@@ -312,11 +312,11 @@ BAD = {
     "two codebooks": ([[1, 2]], {}, "codes are 1 x 2"),
     "of floats": ([0.5], {}, "1 x 1 of float64"),
     "nested": ([[[1]]], {}, "1 x 1 x 1 of int64"),
-    "beyond the codebook": ([1, 64], {}, "code 64 in codebook 0; expected 0 to 63"),
+    "beyond the codebook": ([1, 64], {}, "code 64 in codebook 0 is out of range"),
     "below zero": ([-1], {}, "code -1 in codebook 0"),
     "none": ([], {}, "speech (item 0)"),
     "a speaker nobody knows": ([1], {"speaker": "eve"}, "'eve'. Use one of ada, ben"),
-    "no speaker": ([1], {"speaker": None}, "no `speaker`. Use one of ada, ben"),
+    "no speaker": ([1], {"speaker": None}, "`speaker` is not set. Use one of ada, ben"),
 }
 
 
@@ -338,8 +338,8 @@ def test_invalid_or_missing_voices_raise_one_line(tmp_path: Path) -> None:
     voices, file = load_file(VOICES), tmp_path / "voices.safetensors"
     changes: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         "half": ({"eve.cond": torch.zeros(1, 8)}, "'eve' is incomplete"),
-        "shape": ({"ada.cond": torch.zeros(1, 9)}, "ada.cond: shape 1 x 9; expected 1 x 8"),
-        "mels": ({"ada.ref_mel": torch.zeros(12, 8)}, "ada.ref_mel: shape 12 x 8; expected 1 x frames x 8"),
+        "shape": ({"ada.cond": torch.zeros(1, 9)}, "ada.cond: the shape is 1 x 9; expected 1 x 8"),
+        "mels": ({"ada.ref_mel": torch.zeros(12, 8)}, "ada.ref_mel: the shape is 12 x 8; expected 1 x frames x 8"),
         "nan": ({"ada.cond": torch.full((1, 8), torch.nan)}, "ada.cond: some values"),
         "token": ({"ada.bos_token": torch.tensor([1.5])}, "ada.bos_token"),
     }

@@ -268,12 +268,12 @@ def test_gemma4_video_matches_published_processor(family: str, tmp_path: Path) -
             == encoder.count_placeholders(inputs)
             == sum(encoder.count_placeholders(part) for _, part in encoder.split(size, inputs))
         )
-    with pytest.raises(BadMedia, match=r"9 frames, .*num_frames 32"):
+    with pytest.raises(BadMedia, match=r"9 frames, .*requires 32"):
         build(model, None, {})["video"].encoder.measure(clip(9, 40, 64))
     with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71"):
         build(model, None, {"video": {"max_soft_tokens": 71}})
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": None, "fps": []}))
-    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]; expected a number above 0"):
+    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]"):
         build(model, str(tmp_path), {})
 
 

@@ -67,8 +67,8 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
 def content_keys(pack: Pack, roles: Sequence[str]) -> list[str]:
     """Return, for each segment, a hash of its tokens, targets, positions and media.
 
-    Apart from the model, the log-probability of a response depends on nothing else. The hash is empty for segments
-    without a role.
+    For a given model, the log-probability of a response depends only on these. The hash is empty for segments without a
+    role.
     """
     item_hashes = [hash_of_item(item) for item in pack.items]
     keys = []

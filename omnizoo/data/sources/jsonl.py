@@ -62,9 +62,9 @@ class JsonlFile(IndexedFile):
 
 
 class JsonArrayFile(JsonlFile):
-    """A file with one JSON array of objects, with any line breaks.
+    """A file that contains one JSON array of objects. Line breaks may occur anywhere.
 
-    The library `datasets` is not used because it converts dates, and forces all values of a field into one type.
+    The library `datasets` is not used because it converts dates and forces all values of a field into one type.
     """
 
     stored_kind = "JsonArray"

@@ -44,7 +44,7 @@ class RemoteFolder(MediaFolder):
         local = Path(os.path.normpath(self.base / name))
         if not local.is_relative_to(self.remote.mirror):
             raise BadMedia(
-                f"{name[:256]} is outside {self.remote.address}. Set media_dir to the folder that contains them."
+                f"{name[:256]} is outside {self.remote.address}. Set media_dir to the folder of the media files."
             )
         if not local.exists() and len(name) < 1024:
             self.remote.fetch(local.relative_to(self.remote.mirror).as_posix(), missing_is_bad=True)

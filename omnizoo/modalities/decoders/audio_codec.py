@@ -70,7 +70,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         self.stop = self.codec.codes  # code of codebook 0 that ends the audio
         self.none = self.codec.codes + 1
         self.table = nn.Embedding(self.codebooks * (self.none + 1), width)
-        self.head = nn.Linear(width, self.codebooks * self.codec.codes + 1)  # codebook 0 has one more logit: stop
+        self.head = nn.Linear(width, self.codebooks * self.codec.codes + 1)  # codebook 0 has a logit for stop
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,7 +94,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return MediaSize(num_placeholders, cost=self.codec.work.flops(frames), targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
-        """Return whole frames of int16 samples. Float samples would be cast to the precision of the run."""
+        """Return int16 samples, padded to complete frames. Float samples would be rounded to the run's precision."""
         wave = read_audio(media, self.sample_rate, self.max_seconds)
         wave = np.pad(wave.clip(-1, 1), (0, -len(wave) % self.codec.hop))
         return {"wave": torch.from_numpy((wave * 32767).round().astype(np.int16))}
@@ -108,7 +108,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return torch.cat([delay(codes, self.stop, self.none) for codes in codes_by_item])
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # in `table`, per codebook
+        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # per codebook, in `table`
         embedded: torch.Tensor = self.table(targets + first_entry).sum(1)
         return embedded
 
@@ -121,7 +121,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return coarse_loss + fine_loss
 
     def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the loss one codebook, and one chunk of its logits, at a time."""
+        """Compute the loss for one codebook at a time, in chunks, so the logits of all targets are never in memory."""
         sizes = [self.stop + 1, *[self.stop] * (self.codebooks - 1)]
         weights = self.head.weight.split(sizes)
         biases = self.head.bias.split(sizes)
@@ -226,8 +226,8 @@ class Codec(Frozen):
             raise UserError(f"decoder.config: `{config.model_type}` is not an audio codec. Use one that returns codes.")
         if getattr(config, "chunk_length_s", None) or getattr(config, "normalize", False):
             raise UserError(
-                "decoder.config: codecs with `normalize` or `chunk_length_s` are not supported: "
-                "they need more than codes to decode. Use another codec."
+                "decoder.config: codecs with `normalize` or `chunk_length_s` are not supported, "
+                "because they need more than the codes to decode audio. Use another codec."
             )
         if getattr(config, "audio_channels", 1) != 1:
             raise UserError(f"decoder.config: audio_channels is {config.audio_channels}. Use a mono codec.")

@@ -77,8 +77,8 @@ class FlowHead(CustomFlops, Decoder):
         self.series = len(self.size) == 1
         if len(self.size) not in (1, 2) or any(side <= 0 or side % cell for side in self.size):
             raise UserError(
-                f"decoder.size: {size} is not one or two numbers above 0 that patches of {cell} divide. "
-                f"Use multiples of {cell}."
+                f"decoder.size: {size} is not valid; expected one or two multiples of {cell} that are greater than 0. "
+                f"{cell} is the side of a patch."
             )
         if self.series and self.autoencoder:
             raise UserError(
@@ -138,12 +138,12 @@ class FlowHead(CustomFlops, Decoder):
         try:
             values = np.array(media.value, dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise BadMedia(f"{media.name}: expected numbers: {error}") from None
+            raise BadMedia(f"{media.name}: the values are not numbers: {error}") from None
         allowed_shapes = [shape]
         if self.channels == 1:
             allowed_shapes.append(shape[:1])
         if values.shape not in allowed_shapes:
-            raise BadMedia(f"{media.name}: shape {list(values.shape)}, but expected {list(shape)}")
+            raise BadMedia(f"{media.name}: the shape is {list(values.shape)}; expected {list(shape)}")
         if not np.isfinite(values).all():
             raise BadMedia(f"{media.name}: some values are not finite")
         return torch.from_numpy(values.reshape(shape))
@@ -191,7 +191,7 @@ class FlowHead(CustomFlops, Decoder):
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         """Sample the next patch.
 
-        The temperature scales its initial noise; with temperature 0, sampling is deterministic.
+        The temperature scales the initial noise. With temperature 0, sampling is deterministic.
         """
         if len(targets) == self.num_patches:
             return None
@@ -328,12 +328,12 @@ def _scheduler(name: str) -> Any:
 class Autoencoder(Diffusers):
     """`AutoencoderKL` of diffusers, which converts between images and latents of about unit variance.
 
-    It uses the mean of the latents.
+    An image is converted to the mean of its latent distribution, without sampling.
     """
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         if "_class_name" not in config:
-            raise UserError(f"decoder.path: {folder} is not a model folder of diffusers: no _class_name in config.json")
+            raise UserError(f"decoder.path: {folder} is not a diffusers model folder: config.json has no _class_name")
         super().__init__(config, folder)
         self.config = config
         settings = self.model.config

@@ -1,7 +1,7 @@
 """Frozen tokenizers that convert images to a fixed grid of codebook indices.
 
-Supported are the VQ models of transformers and diffusers and, for small images, a codebook of patches that is fitted
-with k-means in seconds.
+The VQ models of transformers and diffusers are supported. For small images, k-means fits a codebook of patches in
+seconds.
 """
 
 import inspect
@@ -56,7 +56,9 @@ class HFTokenizer(Tokenizer):
             size = patches * factor if patches else getattr(config, "resolution", None)
         self.size, self.grid = _sizes(size, factor)
         if patches and self.grid != (patches, patches):
-            raise UserError(f"decoder.size: {size}, but the tokenizer's num_patches require {patches * factor}")
+            raise UserError(
+                f"decoder.size: {size} does not match num_patches of the tokenizer, which requires {patches * factor}"
+            )
         self.codes = self.model.quantize.embedding.num_embeddings
         self.channels = config.in_channels
 
@@ -64,7 +66,7 @@ class HFTokenizer(Tokenizer):
         values = self.scale.values(pixels, self.like)[None]
         takes_sizes = "image_sizes" in inspect.signature(self.model.encode).parameters
         sizes = {"image_sizes": torch.tensor([self.size])} if takes_sizes else {}
-        codes = self.model.encode(values, **sizes).image_tokens  # with sizes, a list of grids; otherwise a flat tensor
+        codes = self.model.encode(values, **sizes).image_tokens  # a list of grids if sizes are passed, otherwise flat
         grid: torch.Tensor = codes[0] if takes_sizes else codes.view(self.grid)
         return grid
 
@@ -192,7 +194,7 @@ def fit_patch_codebook(images: Sequence[Array], patch: int, codes: int, seed: in
     """
     pixels = [torch.from_numpy(np.atleast_3d(np.array(image, np.uint8))) for image in images]
     patches = torch.cat([to_patches(image, patch) for image in pixels]).numpy()
-    points, counts = np.unique(patches, axis=0, return_counts=True)  # most patches of small images are repeated
+    points, counts = np.unique(patches, axis=0, return_counts=True)  # most patches of small images occur often
     if len(points) < codes:
         raise UserError(
             f"codes: {codes} is more than the {len(points)} different patches of the images. Use fewer codes."
@@ -231,7 +233,7 @@ def _initial_centers(points: Array, counts: Array, num_centers: int, seed: int) 
 
 
 def _nearest_centers(points: Array, centers: Array) -> Array:
-    """Return the index of the nearest center of each point, in chunks of about 512 points to limit memory."""
+    """Return the index of the nearest center of each point. Points are processed in chunks to limit memory."""
     nearest = []
     for chunk in np.array_split(points, len(points) // 512 + 1):
         distances = ((chunk[:, None] - centers) ** 2).sum(2)

@@ -149,7 +149,7 @@ def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> 
 def _tokenizer(
     config: PreTrainedConfig | dict[str, Any] | None, folder: str | None, size: int | Sequence[int] | None
 ) -> Tokenizer:
-    """Build the tokenizer that `config` or, if it is None, the config.json of a folder describes."""
+    """Build the tokenizer that `config` describes. If `config` is None, use the config.json of the folder."""
     weights = folder if config is None else None  # with a config, the weights are loaded separately
     if config is None:
         config = read_settings(folder)

@@ -61,20 +61,22 @@ def read_codes(media: Media, sizes: Sequence[int], max_frames: int, codec: Codec
 
     expected = f"expected integers [frames, {len(sizes)} codebooks]"
     if codes.dtype == object:
-        raise BadMedia(f"{media.name}: codes have different lengths; {expected}")
+        raise BadMedia(f"{media.name}: the rows of codes have different lengths; {expected}")
     if codes.dtype.kind not in "iu" or codes.ndim != 2:
-        raise BadMedia(f"{media.name}: codes are {_shape(codes)} of {codes.dtype}; {expected}")
+        raise BadMedia(f"{media.name}: the codes are {_shape(codes)} of {codes.dtype}; {expected}")
     if codes.shape[1] != len(sizes):
         hint = ". Transpose them" if codes.shape[0] == len(sizes) else ""
-        raise BadMedia(f"{media.name}: codes are {_shape(codes)}; {expected}{hint}")
+        raise BadMedia(f"{media.name}: the codes are {_shape(codes)}; {expected}{hint}")
     if not 0 < len(codes) <= max_frames:
-        raise BadMedia(f"{media.name}: {len(codes):,} frames of codes; expected 1 to {max_frames:,}")
+        raise BadMedia(f"{media.name}: the codes have {len(codes):,} frames; expected 1 to {max_frames:,}")
     for codebook, size in enumerate(sizes):
         lowest = int(codes[:, codebook].min())
         highest = int(codes[:, codebook].max())
         if lowest < 0 or highest >= size:
             invalid = lowest if lowest < 0 else highest
-            raise BadMedia(f"{media.name}: code {invalid} in codebook {codebook}; expected 0 to {size - 1}")
+            raise BadMedia(
+                f"{media.name}: code {invalid} in codebook {codebook} is out of range; expected 0 to {size - 1}"
+            )
     return codes.astype(np.int64)
 
 
@@ -116,7 +118,7 @@ def _read_file(path: Path) -> Any:
         with safe_open(path, framework="np") as tensors:
             names = list(tensors.keys())
             if len(names) != 1:
-                raise BadMedia(f"{path}: {len(names)} tensors; expected one with codes")
+                raise BadMedia(f"{path}: the file contains {len(names)} tensors; expected one with codes")
             return tensors.get_tensor(names[0])
     except (OSError, ValueError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
         raise BadMedia(f"{path}: cannot be read: {named_line(error)}") from error
@@ -137,7 +139,9 @@ def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str
     try:
         tensors = load(content)
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"{what}: not a safetensors file: {named_line(error)}. See docs/how-to/speech.md.") from error
+        raise UserError(
+            f"{what}: the file is not a safetensors file: {named_line(error)}. See docs/how-to/speech.md."
+        ) from error
     voices: dict[str, Voice] = {}
     for name in sorted({key.rpartition(".")[0] for key in tensors}):
         token = tensors.get(f"{name}.bos_token")
@@ -146,7 +150,7 @@ def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str
         if token is None or conditioning is None or reference is None:
             raise UserError(f"{what}: {name!r} is incomplete; expected NAME.bos_token, NAME.cond and NAME.ref_mel")
         if token.numel() != 1 or token.is_floating_point() or int(token) < 0:
-            raise UserError(f"{what}: {name}.bos_token is not a token id; expected one integer, at least 0")
+            raise UserError(f"{what}: {name}.bos_token is not a token id; expected one integer that is at least 0")
         _check_voice_tensor(conditioning, f"{what}: {name}.cond", dims=2, width=sizes["cond"])
         _check_voice_tensor(reference, f"{what}: {name}.ref_mel", dims=3, width=sizes["ref_mel"])
         if name.lower() in voices:
@@ -160,7 +164,7 @@ def _check_voice_tensor(tensor: torch.Tensor, what: str, dims: int, width: int) 
     shape = tuple(tensor.shape)
     if tensor.ndim != dims or shape[0] != 1 or shape[-1] != width or not tensor.numel():
         expected = f"1 x {width}" if dims == 2 else f"1 x frames x {width}"
-        raise UserError(f"{what}: shape {' x '.join(map(str, shape))}; expected {expected}")
+        raise UserError(f"{what}: the shape is {' x '.join(map(str, shape))}; expected {expected}")
     if not tensor.is_floating_point() or not tensor.isfinite().all():
         raise UserError(f"{what}: some values are not finite floats")
 

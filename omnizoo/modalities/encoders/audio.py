@@ -1,7 +1,7 @@
 """Audio encoder that wraps any Whisper-type Hugging Face encoder, which accepts log-mel windows of a fixed length.
 
-Audio is split into whole windows. The last one is padded with silence, as in pretraining. Features of the padding are
-dropped, so it costs FLOPs in the tower, but no placeholder tokens in the pack.
+Audio is split into windows of this length. The last window is padded with silence, as in pretraining. Features of the
+padding are dropped, so padding costs FLOPs in the tower, but no placeholder tokens in the pack.
 """
 
 import math

@@ -44,7 +44,7 @@ class PixelFormat:
 
     def __post_init__(self) -> None:
         if not all(value > 0 for value in self.std):
-            raise UserError(f"encoder.std: {list(self.std)} must be above 0")
+            raise UserError(f"encoder.std: {list(self.std)} is not valid; expected numbers greater than 0")
 
     def resize(self, image: "Image", height: int, width: int) -> "Image":
         """Resize an image with the filter of the tower's processor."""
@@ -246,8 +246,8 @@ class PatchGrid(TowerInput):
         self.max_pixels = max_pixels or 1280 * self.unit**2
         if not self.unit**2 <= self.min_pixels <= self.max_pixels:
             raise UserError(
-                f"encoder.max_pixels: min_pixels {self.min_pixels} to max_pixels {self.max_pixels} allows no size. "
-                f"A feature needs {self.unit} x {self.unit} pixels."
+                f"encoder.max_pixels: min_pixels is {self.min_pixels} and max_pixels is {self.max_pixels}; expected "
+                f"min_pixels <= max_pixels, and both at least {self.unit**2}, the pixels of one feature"
             )
 
     def grid(self, height: int, width: int) -> Grid:
@@ -275,7 +275,7 @@ class PatchGrid(TowerInput):
         """Return a tensor `[steps, rows, columns, values per feature]`, so the grid can be read from its shape."""
         h, w = grid
         values = super().frame_values(images, grid)
-        # Copies of the last frame, to fill the last step.
+        # The last frame is repeated to fill the last step.
         repeated_last = values[-1:].expand(-len(values) % self.frames, -1, -1, -1)
         values = torch.cat([values, repeated_last])
         values = values.view(
@@ -356,7 +356,10 @@ class VisionEncoder(Encoder):
     def size_of(self, media: Media, frames: int, height: int, width: int) -> MediaSize:
         """Return the size of a video with `frames` frames of this height and width."""
         if max(height, width) >= MAX_ASPECT_RATIO * min(height, width):
-            raise BadMedia(f"{media.name}: {width} x {height}: one side is {MAX_ASPECT_RATIO} times the other or more")
+            raise BadMedia(
+                f"{media.name}: the size is {width} x {height}, but one side must be less than {MAX_ASPECT_RATIO} "
+                "times as long as the other"
+            )
         grid = self.kind.grid(height, width)
         steps = self.kind.steps(frames)
         cost = self.work.flops(self.kind.tokens(grid)) + self.projector.flops(grid, self.work.trained)
@@ -394,7 +397,7 @@ def _tower_input(skeleton: PreTrainedModel, settings: dict[str, Any], options: d
     pixel_format = _pixel_format(config, settings, options)
 
     if takes(skeleton, "grid_thw"):
-        reason = "the tower accepts images of any size. Set min_pixels and max_pixels."
+        reason = "not supported, because the tower accepts images of any size. Set min_pixels and max_pixels."
         _check_unset(options, ("image_size", "fit"), reason)
         size = _edges(settings.get("size"))
         min_pixels = options["min_pixels"] or settings.get("min_pixels") or size.get("shortest_edge")
@@ -402,12 +405,13 @@ def _tower_input(skeleton: PreTrainedModel, settings: dict[str, Any], options: d
         return PatchGrid(skeleton, pixel_format, min_pixels, max_pixels)
 
     if takes(skeleton, "spatial_shapes"):
-        reason = "the tower accepts images of any size. Set max_pixels."
+        reason = "not supported, because the tower accepts images of any size. Set max_pixels."
         _check_unset(options, ("image_size", "fit", "min_pixels"), reason)
         max_patches = (options["max_pixels"] or 0) // config.patch_size**2 or settings.get("max_num_patches")
         return PatchList(skeleton, pixel_format, max_patches or config.num_patches)
 
-    _check_unset(options, ("min_pixels", "max_pixels"), "the tower accepts images of one size. Set image_size.")
+    reason = "not supported, because the tower accepts images of one size. Set image_size."
+    _check_unset(options, ("min_pixels", "max_pixels"), reason)
     return _fixed_size(skeleton, pixel_format, settings, options)
 
 
@@ -424,7 +428,7 @@ def _pixel_format(config: Any, settings: dict[str, Any], options: dict[str, Any]
     std = options["std"] or std
     if len(mean) != channels or len(std) != channels:
         raise UserError(
-            f"encoder.mean: mean has {len(mean)} numbers and std {len(std)}, but the tower has {channels} channels"
+            f"encoder.mean: mean has {len(mean)} numbers and std has {len(std)}, but the tower has {channels} channels"
         )
     return PixelFormat(mean=mean, std=std, resample=settings.get("resample", 3), channels=channels)
 
@@ -441,7 +445,7 @@ def _fixed_size(
         image_size = (published_size["height"], published_size["width"])
     image_size = image_size or getattr(skeleton.config, "image_size", None)
     if image_size is None:
-        raise UserError("encoder.image_size: the tower's config does not contain it. Set it.")
+        raise UserError("encoder.image_size: not set, and the tower's config has no image_size. Set height and width.")
     height, width = _pair(image_size)
 
     fit = options["fit"] or ("crop" if crop else "stretch")

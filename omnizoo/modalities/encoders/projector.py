@@ -1,4 +1,4 @@
-"""Projectors from features of a tower to the width of the foundation: linear, MLP, pixel shuffle or resampler.
+"""Projectors, which map features of a tower to the width of the foundation: linear, MLP, pixel shuffle and resampler.
 
 The input `[N, width_in]` is the concatenation of several grids. A grid is `(height, width)` for an image, or
 `(length,)` for audio. A projector may be sharded, so it is called once for all grids. It never mixes features of
@@ -121,7 +121,7 @@ class PixelShuffle(Projector):
 
 
 class Resampler(Projector):
-    """Cross-attention from a fixed number of learned queries to each grid, independent of its size."""
+    """Cross-attention from learned queries to each grid. All grids have the same number of output features."""
 
     def __init__(self, width_in: int, width_out: int, times: bool, rows: int = 64, heads: int = 8) -> None:
         if width_out % heads:

@@ -34,7 +34,7 @@ def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrained
         try:
             model = AutoModel.from_config(config, dtype=torch.float32)
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
-            raise UserError(f"encoder.config: `{config.model_type}`: {first_line(error)}") from error
+            raise UserError(f"encoder.config: cannot build `{config.model_type}`: {first_line(error)}") from error
         tower = model.get_encoder(modality)
         if tower is model and config.is_encoder_decoder:
             tower = model.get_encoder()

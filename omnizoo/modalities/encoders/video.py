@@ -53,7 +53,7 @@ class VideoEncoder(VisionEncoder):
     ) -> None:
         for name, value in {"fps": fps, "max_frames": max_frames, "max_seconds": max_seconds}.items():
             if not value > 0:
-                raise UserError(f"encoder.{name}: {value!r} must be above 0")
+                raise UserError(f"encoder.{name}: {value!r} is out of range; expected a number greater than 0")
         self.has_times = time_embedding
         self.fps = fps
         self.max_frames = max_frames
@@ -79,7 +79,7 @@ class VideoEncoder(VisionEncoder):
 
     def prepare(self, media: Media) -> Inputs:
         times, frames, grid = self._frames(media)
-        # Integers, because floats are cast to the precision of the computation.
+        # Times are stored as integers, because floats would be cast to the precision of the computation.
         milliseconds = torch.tensor([round(1000 * time) for time in self._step_times(times)])
         return {"pixel_values": self.kind.frame_values(frames, grid), "milliseconds": milliseconds}
 

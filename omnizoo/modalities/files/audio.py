@@ -1,4 +1,4 @@
-"""Audio from files, videos and arrays: its length from the header, and its samples."""
+"""Read audio from files, videos and arrays: its samples, and its length (from the header, without decoding)."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from omnizoo.modalities.media import BadMedia, Media
 
 MAX_CHANNELS = 64  # maximum number of audio channels
 BLOCK_SAMPLES = 1 << 20  # samples decoded at once, so that a wrong length in a header cannot exhaust memory
-SAMPLE_RATES = range(1_000, 400_000)  # other rates mean a damaged header, or one crafted to exhaust memory
+SAMPLE_RATES = range(1_000, 400_000)  # other rates indicate a header that is damaged or crafted to exhaust memory
 AUDIO_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
 CONTAINER_SIGNATURES = (
     b"\x1a\x45\xdf\xa3",
@@ -32,7 +32,7 @@ OpenAudio = tuple[int, int, Callable[[int, int], Samples]]
 
 
 def audio_length(media: Media, sample_rate: int, max_seconds: float = math.inf) -> int:
-    """Return the number of samples that `read_audio` will return, from the header."""
+    """Return the number of samples that `read_audio` will return, computed from the header."""
     with _open_audio(media, sample_rate) as (count, rate, _):
         first, last = _sample_range(media, count, rate, max_seconds)
         return resampled_length(last - first, rate, sample_rate)
@@ -67,7 +67,7 @@ def _open_audio(media: Media, sample_rate: int) -> AbstractContextManager[OpenAu
 
 
 def _read_samples(media: Media, file: Any, first: int, last: int) -> Samples:
-    """Return the samples from `first` up to, but not including, `last`: the mean over channels."""
+    """Return the samples from `first` up to, but not including, `last`, averaged over channels."""
     if first:
         file.seek(first)
     blocks: list[Samples] = []
@@ -75,7 +75,7 @@ def _read_samples(media: Media, file: Any, first: int, last: int) -> Samples:
     while position < last:
         block = file.read(min(BLOCK_SAMPLES, last - position), dtype="float32", always_2d=True)
         if not len(block):
-            raise BadMedia(f"{media.name}: audio ends after {position / file.samplerate:.2f} s: truncated")
+            raise BadMedia(f"{media.name}: the audio is truncated: it ends after {position / file.samplerate:.2f} s")
         blocks.append(block.mean(1))
         position += len(block)
     return np.concatenate(blocks)
@@ -95,7 +95,7 @@ def _video_audio(media: Media) -> Iterator[OpenAudio]:
     """Open the first audio track of a container. Its length comes from the header."""
     with open_container(media) as container:
         if not container.streams.audio:
-            raise BadMedia(f"{media.name}: no audio track")
+            raise BadMedia(f"{media.name}: the file has no audio track")
         stream = container.streams.audio[0]
         rate = stream.codec_context.sample_rate
         _check_header(media, rate, stream.codec_context.channels)
@@ -104,9 +104,9 @@ def _video_audio(media: Media) -> Iterator[OpenAudio]:
 
 
 def _decode_samples(media: Media, container: Any, stream: Any, count: int) -> Samples:
-    """Return the first `count` samples, the number in the header.
+    """Return the first `count` samples, where `count` is the number in the header.
 
-    Codecs return slightly more or fewer samples at the end, so the result is cut or padded with zeros.
+    Codecs return slightly more or fewer samples than the header states, so the result is cut or padded with zeros.
     """
     converter = optional("av").AudioResampler(format="fltp")  # converts the sample format, not the rate or channels
     blocks: list[Samples] = []
@@ -122,7 +122,7 @@ def _decode_samples(media: Media, container: Any, stream: Any, count: int) -> Sa
     rate = stream.codec_context.sample_rate
     num_missing = count - num_decoded
     if num_missing > max(0.5 * rate, 0.1 * count):
-        raise BadMedia(f"{media.name}: audio ends after {num_decoded / rate:.2f} s: truncated")
+        raise BadMedia(f"{media.name}: the audio is truncated: it ends after {num_decoded / rate:.2f} s")
     samples = np.concatenate([*blocks, np.zeros(0, np.float32)])[:count]
     return np.pad(samples, (0, max(0, num_missing)))
 
@@ -150,14 +150,16 @@ def _check_stated_length(media: Media, file: Any, raw: BinaryIO) -> None:
         raise BadMedia(f"{media.name}: the format {file.format} is not supported. Use one of {supported}.")
     for stated, actual in re.findall(r": (\d+) \(should be (\d+)\)", file.extra_info):
         if int(actual) + 8 < int(stated) < 0x7FFFFFFF:  # some writers also count the 8 bytes of the header
-            raise BadMedia(f"{media.name}: {actual} of {stated} bytes: truncated")
+            raise BadMedia(f"{media.name}: the file is truncated: it has only {actual} of {stated} bytes")
     if file.format == "NIST":
         position = raw.tell()
         raw.seek(0)
         sample_count = re.search(rb"sample_count -i (\d+)", raw.read(1024))
         raw.seek(position)
         if sample_count and int(sample_count[1]) > file.frames:
-            raise BadMedia(f"{media.name}: {file.frames} of {int(sample_count[1])} samples: truncated")
+            raise BadMedia(
+                f"{media.name}: the file is truncated: it has only {file.frames} of {int(sample_count[1])} samples"
+            )
 
 
 def _audio_array(media: Media, sample_rate: int) -> OpenAudio:
@@ -173,7 +175,7 @@ def _audio_array(media: Media, sample_rate: int) -> OpenAudio:
     with media_errors(media):
         wave = np.asarray(value)
         if wave.size == 0:
-            raise BadMedia(f"{media.name}: no samples")
+            raise BadMedia(f"{media.name}: the audio has no samples")
         if wave.dtype == np.int16:
             wave = wave / 32768
         if wave.ndim == 2:
@@ -181,7 +183,7 @@ def _audio_array(media: Media, sample_rate: int) -> OpenAudio:
             wave = wave.mean(channel_dim)
         if wave.ndim != 1 or wave.dtype.kind != "f":
             raise BadMedia(
-                f"{media.name}: samples must be floats in -1..1 or int16, with one dimension or with channels"
+                f"{media.name}: samples must be floats in -1..1 or int16, with one dimension, or two with channels"
             )
         samples = wave.astype(np.float32)
         return len(samples), int(rate), lambda first, last: samples[first:last]
@@ -193,13 +195,13 @@ def _check_header(media: Media, rate: Any, channels: int = 1) -> None:
         allowed = f"{SAMPLE_RATES.start} to {SAMPLE_RATES.stop - 1}"
         raise BadMedia(f"{media.name}: the sampling rate {rate!r} is not an integer from {allowed}")
     if channels > MAX_CHANNELS:
-        raise BadMedia(f"{media.name}: {channels} channels, but at most {MAX_CHANNELS} are supported")
+        raise BadMedia(f"{media.name}: the audio has {channels} channels, but at most {MAX_CHANNELS} are supported")
 
 
 def _sample_range(media: Media, num_samples: int, rate: int, max_seconds: float) -> tuple[int, int]:
     """Return the range of samples that the row selects, as (first, end). The end is not included."""
     if num_samples < 1:
-        raise BadMedia(f"{media.name}: no samples")
+        raise BadMedia(f"{media.name}: the audio has no samples")
     begin, end = time_range(media, num_samples / rate, max_seconds)
     first = min(round(begin * rate), num_samples - 1)
     return first, max(round(end * rate), first + 1)
@@ -218,7 +220,8 @@ def resample(wave: Samples, rate: int, new_rate: int) -> Samples:
     common = math.gcd(rate, new_rate)
     old = rate // common
     new = new_rate // common
-    cutoff = 0.98 * min(1.0, new / old)  # relative to the old Nyquist frequency; below the new one, to prevent aliasing
+    # Fraction of the old Nyquist frequency. It must be less than the new Nyquist frequency to prevent aliasing.
+    cutoff = 0.98 * min(1.0, new / old)
     reach = math.ceil(48 / cutoff)  # 48 zero crossings on each side
     padded = np.pad(wave.astype(np.float64), reach)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)

@@ -25,25 +25,31 @@ def time_range(media: Media, seconds: float, max_seconds: float) -> tuple[float,
 
     are_numbers = isinstance(begin, int | float) and isinstance(end, int | float)
     if not (are_numbers and 0 <= begin < min(end, seconds)):
-        raise BadMedia(f"{media.name}: start {begin!r} and end {end!r} are not a time range of its {seconds:.2f} s")
+        raise BadMedia(
+            f"{media.name}: start {begin!r} and end {end!r} are not a valid time range; "
+            f"the item is {seconds:.2f} s long"
+        )
     end = min(end, seconds)
     length = end - begin
     if length > max_seconds:
-        raise BadMedia(f"{media.name}: {length:.1f} s is more than max_seconds {max_seconds:g}. Set start and end.")
+        raise BadMedia(
+            f"{media.name}: the length of {length:.1f} s is more than max_seconds {max_seconds:g}. "
+            "Set start and end to select a part."
+        )
     return float(begin), float(end)
 
 
 def check_duration(media: Media, raw: BinaryIO) -> None:
     """Raise `BadMedia` if a WAV, AVI or Matroska file is shorter than the size in its header.
 
-    Parsers do not report such a truncation: they treat the file as a shorter one.
+    Parsers do not report such a truncation, but treat the file as a shorter one.
     """
     head = raw.read(64)
     file_size = raw.seek(0, 2)
     raw.seek(0)
     stated_size, minimum_size = _riff_sizes(head) if head[:4] == b"RIFF" else _matroska_sizes(head)
     if file_size < minimum_size:
-        raise BadMedia(f"{media.name}: {file_size} of {stated_size} bytes: truncated")
+        raise BadMedia(f"{media.name}: the file is truncated: it has only {file_size} of {stated_size} bytes")
 
 
 def _riff_sizes(head: bytes) -> tuple[int, int]:
@@ -75,7 +81,7 @@ def _matroska_sizes(head: bytes) -> tuple[int, int]:
 
 @contextmanager
 def open_container(media: Media) -> Iterator[Any]:
-    """Context manager: open a media file with PyAV, after a check that it is not truncated."""
+    """Context manager that opens a media file with PyAV, after checking that it is not truncated."""
     library = optional("av")
     with media_errors(media), media.open() as raw:
         check_duration(media, raw)
@@ -89,4 +95,6 @@ def container_seconds(media: Media, container: Any, stream: Any) -> float:
         return float(stream.duration * stream.time_base)
     if container.duration:
         return float(container.duration / 1_000_000)
-    raise BadMedia(f"{media.name}: no duration in the header. Rewrite the file: ffmpeg -i IN -c copy OUT.mp4")
+    raise BadMedia(
+        f"{media.name}: the header contains no duration. Rewrite the file with ffmpeg -i IN -c copy OUT.mp4."
+    )

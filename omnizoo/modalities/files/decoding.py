@@ -38,7 +38,7 @@ def optional(module: str) -> Any:
 
 @contextmanager
 def media_errors(media: Media) -> Iterator[None]:
-    """Context manager: convert the errors of a parser to a `BadMedia` that names the item."""
+    """Context manager that converts the errors of a parser to a `BadMedia` that names the item."""
     try:
         yield
     except (BadMedia, UserError):

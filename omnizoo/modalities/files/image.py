@@ -1,4 +1,4 @@
-"""Images from files, bytes and arrays: their sizes from headers, and their pixels."""
+"""Read images from files, bytes and arrays: their pixels, and their sizes (from the header, without decoding)."""
 
 import zlib
 from collections.abc import Iterator
@@ -68,7 +68,8 @@ def _image(media: Media) -> Iterator[tuple["Image", int]]:
         else:
             image = library.fromarray(_image_array(media))
         check_pixels(media, image.height, image.width)
-        # Pillow decodes a PNG to find EXIF data after its pixels. Such data is ignored, here and in `read_image`.
+        # To find EXIF data after the pixels of a PNG, Pillow would decode the image. `read_image` also ignores such
+        # data.
         reads_exif = image.format != "PNG" or "exif" in image.info
         orientation = int(image.getexif().get(0x0112, 1)) if reads_exif else 1
         yield image, orientation
@@ -93,7 +94,7 @@ def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
 
 
 def _png_bytes(raw: BinaryIO) -> int:
-    """Return the number of bytes of the inflated pixels of a PNG, from its header."""
+    """Return the number of bytes of the decompressed pixels of a PNG, computed from its header."""
     raw.seek(16)
     head = raw.read(13)
     width = int.from_bytes(head[:4])
@@ -113,8 +114,8 @@ def _png_bytes(raw: BinaryIO) -> int:
 def _check_png_rows(media: Media, image: "Image") -> None:
     """Raise `BadMedia` if a PNG has fewer rows than its header states.
 
-    If the compressed data ends early but cleanly, Pillow leaves the missing rows black. If the last row is not all
-    zero, all rows were read. Otherwise the data is inflated again to count its bytes.
+    If the compressed data ends early but without an error, Pillow leaves the missing rows black. If the last row is not
+    all zero, all rows were read. Otherwise, the data is decompressed again to count its bytes.
     """
     last = image.crop((0, image.height - 1, image.width, image.height))
     if last.getbbox() is not None and not image.info.get("interlace"):
@@ -130,7 +131,9 @@ def _check_png_rows(media: Media, image: "Image") -> None:
                 missing -= len(inflate.decompress(chunk, 1 << 20))
                 chunk = inflate.unconsumed_tail
     if missing > 0:
-        raise BadMedia(f"{media.name}: {stated - missing} of {stated} bytes of pixels: truncated")
+        raise BadMedia(
+            f"{media.name}: the image is truncated: it has only {stated - missing} of {stated} bytes of pixels"
+        )
 
 
 def _image_array(media: Media) -> npt.NDArray[np.uint8]:
@@ -153,12 +156,16 @@ def _image_array(media: Media) -> npt.NDArray[np.uint8]:
 def check_aspect(media: Media, height: int, width: int) -> None:
     """Raise `BadMedia` for images that `smart_resize` of transformers rejects."""
     if max(height, width) > 200 * min(height, width):
-        raise BadMedia(f"{media.name}: {width} x {height} pixels: one side is more than 200 times the other")
+        raise BadMedia(
+            f"{media.name}: the size is {width} x {height}, but one side must be at most 200 times as long as the other"
+        )
 
 
 def check_pixels(media: Media, height: int, width: int) -> None:
     """Raise `BadMedia` for images without pixels or with more than `MAX_PIXELS`."""
     if height < 1 or width < 1:
-        raise BadMedia(f"{media.name}: {width} x {height}: no pixels")
+        raise BadMedia(f"{media.name}: the size is {width} x {height}, so the image has no pixels")
     if height * width > MAX_PIXELS:
-        raise BadMedia(f"{media.name}: {width} x {height} pixels, but at most {MAX_PIXELS:,} are decoded")
+        raise BadMedia(
+            f"{media.name}: the image has {width} x {height} pixels, but at most {MAX_PIXELS:,} are supported"
+        )

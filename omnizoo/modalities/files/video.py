@@ -1,4 +1,4 @@
-"""Videos from files and lists of frames: their sizes, and the frames at given times."""
+"""Read videos from files and lists of frames: their sizes, and the frames at given times."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from omnizoo.modalities.media import BadMedia, Media
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_VIDEO_PIXELS = 1 << 36  # maximum sum over all decoded frames of a video, such as 33,000 frames of 1920 x 1080
+MAX_VIDEO_PIXELS = 1 << 36  # maximum number of pixels of all decoded frames, such as 33,000 frames of 1920 x 1080
 
 
 def sample_times(seconds: float, fps: float, max_frames: int) -> list[float]:
@@ -34,7 +34,7 @@ def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
     """
     first = next(container.decode(stream), None)
     if first is None:
-        raise BadMedia(f"{media.name}: no frames")
+        raise BadMedia(f"{media.name}: the video has no frames")
     return (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
 
 
@@ -76,7 +76,7 @@ def video_info(media: Media, fps: float, max_seconds: float = math.inf) -> Video
         begin, end = time_range(media, seconds, max_seconds)
         header_rate = stream.average_rate or stream.guessed_rate
         if not header_rate:
-            raise BadMedia(f"{media.name}: no frame rate in the header")
+            raise BadMedia(f"{media.name}: the header contains no frame rate")
         rate = float(header_rate)
         is_entire_video = (begin, end) == (0.0, seconds)
         estimated_count = max(1, round((end - begin) * rate))
@@ -112,10 +112,10 @@ def _frame_list(media: Media, fps: float) -> tuple[list[Media], float]:
 
 @contextmanager
 def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
-    """Context manager: open a video file, and return its container and its first video stream."""
+    """Context manager that opens a video file and yields its container and its first video stream."""
     with open_container(media) as container:
         if not container.streams.video:
-            raise BadMedia(f"{media.name}: no video track")
+            raise BadMedia(f"{media.name}: the file has no video track")
         stream = container.streams.video[0]
         check_pixels(media, stream.codec_context.height, stream.codec_context.width)
         stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frame sizes may differ from the header
@@ -139,7 +139,7 @@ class _FrameDecoder:
         return (timestamp - (self.stream.start_time or 0)) * self.stream.time_base
 
     def start(self, packet: Any) -> Any:
-        """Return the time of a packet. Old containers have no `pts`, so its decoding time is used instead."""
+        """Return the time of a packet. Packets of old containers have no `pts`; their decoding time is used instead."""
         return self.seconds(packet.dts if packet.pts is None else packet.pts)
 
     @property
@@ -152,7 +152,9 @@ class _FrameDecoder:
         for frame in self.stream.codec_context.decode(packet):
             self._decoded_pixels += frame.height * frame.width
             if self._decoded_pixels > MAX_VIDEO_PIXELS:
-                raise BadMedia(f"{self.media.name}: at most {MAX_VIDEO_PIXELS:,} pixels of a video are decoded")
+                raise BadMedia(
+                    f"{self.media.name}: the video has too many pixels; at most {MAX_VIDEO_PIXELS:,} are decoded"
+                )
             while self.next_time < self.seconds(frame.pts):
                 self._append(self.current or frame)
             self.current = frame
@@ -203,16 +205,19 @@ def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]
         if decoder.next_time == math.inf:
             return decoder.images
     if num_packets < stream.frames:
-        raise BadMedia(f"{media.name}: {num_packets} of {stream.frames} frames: truncated")
+        raise BadMedia(f"{media.name}: the video is truncated: it has only {num_packets} of {stream.frames} frames")
     if is_decoding:
         decoder.decode(None)
     if decoder.current is None:
-        raise BadMedia(f"{media.name}: no frames")
+        raise BadMedia(f"{media.name}: the video has no frames")
 
     last_time = decoder.times[-1]
     end = float(decoder.seconds(decoder.current.pts))
     if not stream.frames and last_time - end > max(1.0, 0.1 * last_time):  # some videos end with a short still image
-        raise BadMedia(f"{media.name}: video ends at {end:.1f} s, before {last_time:.1f} s in the header: truncated")
+        raise BadMedia(
+            f"{media.name}: the video is truncated: it ends at {end:.1f} s, but its header requires a frame at "
+            f"{last_time:.1f} s"
+        )
     decoder.repeat_last()
     return decoder.images
 

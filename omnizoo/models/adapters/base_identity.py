@@ -1,7 +1,7 @@
 """Identity of an adapter's base model: a hash of its weights, or of the config and seed that initialize them.
 
-Large files are hashed in part. This distinguishes a model from one that was fine-tuned from it, but does not detect a
-damaged byte.
+Only parts of large files are hashed. This distinguishes a model from one that was fine-tuned from it, but may not
+detect a damaged byte.
 """
 
 import json
@@ -20,7 +20,7 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.user_module import given_model, is_own_module, tensors_of
 
-PIECES, PIECE = 64, 2**16  # hashed pieces per file, and bytes per piece
+PIECES, PIECE = 64, 2**16  # number of hashed pieces per file, and bytes per piece
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -60,7 +60,8 @@ def check_base_identity(adapter_base: str | None, model_base: str, adapter: str)
     if adapter_base is not None and adapter_base != model_base:
         raise UserError(
             f"{adapter}: the adapter was trained on a different base model. The hash of its base is {adapter_base}, "
-            f"that of `model` (and train.seed, if weights are random) is {model_base}."
+            f"but the hash of `model` (and train.seed, if weights are random) is {model_base}. "
+            "Use the base model of the adapter."
         )
 
 
@@ -82,7 +83,7 @@ def _weight_folders(model: ModelSection) -> list[Path]:
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
-    """Yield pieces from the complete range of a file, including its header (names and shapes).
+    """Yield the size of a file and pieces that are spread evenly over it. The first one contains the header.
 
     A small file is read in full.
     """

@@ -1,9 +1,9 @@
 """LoRA, DoRA and rsLoRA: small trained adapter matrices next to frozen weights.
 
-Adapters are attached to a model on meta, before it is sharded. The adapter matrices are ordinary parameters of their
-module, and thus of its FSDP unit. They have PEFT's names (`q_proj.lora_A.default.weight`), but modules are not wrapped
-as in PEFT: base weights keep their names, so published weights, tied weights, recipes and checkpoints need no second
-set of names.
+Adapters are attached to a model on meta, before it is sharded. The adapter matrices are ordinary parameters of the
+module that they adapt, so they belong to its FSDP unit. They have PEFT's names (`q_proj.lora_A.default.weight`). Unlike
+PEFT, we do not wrap modules, so base weights keep their names, and published weights, tied weights, recipes and
+checkpoints need no second set of names.
 """
 
 import math
@@ -55,7 +55,7 @@ class AdapterInfo:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "AdapterInfo":
-        """Return the adapter whose `fields()` are given. The folder it was initialized from is not restored."""
+        """Restore an adapter from the result of `fields()`, but without the folder that it was initialized from."""
         settings = fields["settings"] | {"path": None}
         return TypeAdapter(cls).validate_python({**fields, "settings": settings})
 
@@ -74,7 +74,7 @@ def attached(model: nn.Module) -> AdapterInfo | None:
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Context manager: disable the adapter matrices, so `model` computes the outputs of its base.
+    """Context manager that disables the adapter matrices, so `model` computes the outputs of its base.
 
     Fully trained modules keep their trained weights.
     """
@@ -94,8 +94,8 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stored: torch.dtype) -> None:
     """Attach adapter matrices to `model`, and freeze everything else except `modules_to_save`.
 
-    Frozen weights need no master copy in higher precision: FSDP would round it to the precision of the run before every
-    use. Must be called with the model's device as the default device.
+    Frozen weights need no master copy in higher precision, because FSDP would round it to the precision of the run
+    before every use. Must be called with the model's device as the default device.
 
     Args:
         model: The model, usually on meta.
@@ -137,7 +137,7 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
 
 def _freeze_base(model: nn.Module, fully_trained: Collection[str], stored: torch.dtype) -> None:
     """Freeze all parameters except `fully_trained`, and store frozen parameters in the dtype `stored`."""
-    # The codes of tokenizers must not change, so their weights keep their dtype.
+    # Frozen tokenizers must always compute the same codes, so their weights keep their dtype.
     same_dtype = {p for module in frozen_tokenizers(model).values() for p in module.parameters()}
     same_dtype |= set(kept_in_fp32(model).values())
     for name, parameter in model.named_parameters():
@@ -213,7 +213,9 @@ def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, 
     targets = _matching("targets", settings.targets, kinds, expected, linear_of_blocks(model))
     targets -= _matching("exclude", settings.exclude, targets, "target")
     if not targets:
-        raise UserError(f"{KEY}.exclude: {settings.exclude} excludes all targets {settings.targets}. Exclude fewer.")
+        raise UserError(
+            f"{KEY}.exclude: {settings.exclude} excludes every target of {settings.targets}. Exclude fewer modules."
+        )
     return [name for name in kinds if name in targets]  # in the order of the model
 
 
@@ -226,10 +228,11 @@ def _find_saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[s
     if inside:
         raise UserError(
             f"{KEY}.modules_to_save: {inside[0]} is in a fully trained module and is also a target of adapter "
-            "matrices. Exclude the target, or remove the module."
+            f"matrices. Add it to {KEY}.exclude, or remove its module from {KEY}.modules_to_save."
         )
 
-    # PEFT trains an untied copy of a module. If only one of two tied weights were saved, PEFT would load another model.
+    # PEFT trains an untied copy of a module. If only one of two tied weights were saved, PEFT would load a model that
+    # differs from ours.
     for names in tied_names(model):
         trained = [name for name in names if name.startswith(prefixes)]
         if trained and len(trained) < len(names):
@@ -245,7 +248,7 @@ def nearest_names(pattern: str, names: Iterable[str]) -> str:
     by_kind = {re.sub(r"\d+", "*", name): name for name in reversed(list(names))}
     ends = {name.rpartition(".")[2]: name for name in by_kind.values()}
     close = get_close_matches(pattern[:200], [*by_kind.values(), *ends], n=3, cutoff=0)
-    return f"the nearest are {', '.join(dict.fromkeys(close))}" if close else "there is none"
+    return f"the nearest names are {', '.join(dict.fromkeys(close))}" if close else "the model has none"
 
 
 def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings) -> None:
@@ -286,8 +289,9 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
         # `set_magnitudes` overwrites this value after the base is loaded.
         magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
-    # Set on the instance, so models/interfaces/lm_head.py can detect that the head is not a plain linear layer. All
-    # layers share one function: with a partial per layer, each layer would have a separate compiled graph.
+    # `forward` is set on the instance, so models/interfaces/lm_head.py can detect that the head is not a plain linear
+    # layer. All layers share one function, because a separate partial for each layer would cause a separate compiled
+    # graph.
     vars(module).update({BASE: (module.forward, scaling_of(settings)), "forward": MethodType(_linear, module)})
 
 
@@ -366,7 +370,7 @@ def set_magnitudes(model: nn.Module, adapter: AdapterInfo) -> None:
 def _attach_to_embedding(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
     first = nn.Parameter(torch.empty(settings.rank, module.num_embeddings, dtype=dtype))
     second = nn.Parameter(torch.empty(module.embedding_dim, settings.rank, dtype=dtype))
-    nn.init.zeros_(first)  # as in PEFT; for embeddings, the second matrix is random
+    nn.init.zeros_(first)  # as in PEFT, which initializes the second matrix of an embedding randomly
     nn.init.normal_(second)
     if settings.init == "random":
         nn.init.normal_(first)

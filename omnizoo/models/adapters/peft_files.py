@@ -1,8 +1,8 @@
 """Read and write PEFT adapter folders: `adapter_config.json` and `adapter_model.safetensors`.
 
 Names in the file are the model's names with the prefix `base_model.model.` and without the adapter name. The adapter
-matrices of fused experts are concatenated into one matrix. If PEFT wraps a module several times, the names contain
-`base_layer` once for each wrapper after the first.
+matrices of fused experts are concatenated into one matrix. If PEFT wraps a module several times, names contain
+`base_layer` once for each wrapper except the first.
 """
 
 import re
@@ -89,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'")
     for name in ("r", "lora_alpha"):
         if not isinstance(fields.get(name), int | float) or not fields[name] > 0:
-            raise UserError(f"{file}: {name} is {fields.get(name)!r}; expected a number above 0")
+            raise UserError(f"{file}: {name} is {fields.get(name)!r}; expected a number greater than 0")
     if fields.get("init_lora_weights", True) not in (*INITS.values(), "orthogonal", "eva"):
         raise UserError(
             f"{file}: init_lora_weights is {fields['init_lora_weights']!r}, which also changes the base weights. "
@@ -145,7 +145,7 @@ def check_shapes(model: nn.Module, settings: AdapterSettings) -> None:
 
 
 def file_names(adapter: AdapterInfo) -> dict[str, str]:
-    """Return the name of each trained parameter in PEFT's file."""
+    """Return the names of all trained parameters in PEFT's file, keyed by their names in the model."""
     names = {}
     by_owner: dict[str, list[str]] = {}
     for name in adapter.experts:  # in module order, the order in which PEFT wraps them
@@ -169,8 +169,7 @@ def file_names(adapter: AdapterInfo) -> dict[str, str]:
 def _to_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Tensor:
     """Return an adapter matrix in the layout of PEFT's file.
 
-    For fused experts, experts and ranks form the rows of A `[experts * rank, width]` and the columns of B `[width, rank
-    * experts]`.
+    For fused experts, all matrices A are joined to `[experts * rank, width]`, and all B to `[width, rank * experts]`.
     """
     if name.rpartition("_lora_")[0] not in adapter.experts:
         return tensor

@@ -1,7 +1,7 @@
-"""A frozen base model in 4 or 8 bits (`model.adapter.base`): which weights are quantized, and how layers use them.
+"""Quantize the frozen base model of an adapter to 4 or 8 bits (`model.adapter.base`), and compute with its weights.
 
-Linear layers in the language model's blocks and fused experts are quantized. They contain most weights of a large
-model. Embeddings, heads, routers, norms, biases, encoders, decoders and trained weights keep their precision.
+Linear layers in the language model's blocks and fused experts are quantized, because they contain most weights of a
+large model. Embeddings, heads, routers, norms, biases, encoders, decoders and trained weights keep their precision.
 """
 
 from collections.abc import Collection
@@ -62,8 +62,8 @@ def quantize_base(model: nn.Module, experts: Collection[str]) -> None:
                 num_quantized += quantize(module, attribute)
     if not num_quantized:
         raise UserError(
-            f"{KEY}.base: {adapter.settings.base}, but the blocks of this model have no weights that can be quantized. "
-            "Remove the key."
+            f"{KEY}.base: {adapter.settings.base} has no effect, because the blocks of this model have no weights that "
+            "can be quantized. Remove the key."
         )
 
 

@@ -4,8 +4,8 @@ No mask function is registered, so models build no mask. Metadata of the pack is
 the model. `cu_seq_lens_q` contains the sample boundaries. With sequence parallelism, `attend` is a function that
 also attends to the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
 
-Some models do not pass these arguments on. For these models, `carry_pack` stores a copy on each module. If both are
-missing, attention raises an error instead of mixing samples.
+Some models do not pass these arguments on. For these models, `carry_pack` stores a copy on each module. If a layer has
+neither the arguments nor the copy, it raises an error instead of mixing samples.
 """
 
 from typing import Any
@@ -69,13 +69,13 @@ def packed(
 
     if "cu_seq_lens_q" not in kwargs:
         raise UserError(
-            f"model: {type(module).__name__} did not pass the sample boundaries to attention, so tokens cannot be kept "
-            "from attending to other samples of a pack. Pass the keyword arguments of forward on, or use another model."
+            f"model: {type(module).__name__} did not pass the sample boundaries to attention, so tokens would attend "
+            "to other samples of the pack. Pass the keyword arguments of forward on, or use another model."
         )
     bidirectional: BidirectionalSpans | None = kwargs.get("mutual")
     lengths = None if bidirectional is None else bidirectional.lengths
     boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], lengths)
-    # Some models call `view` on the result, which transformers' attention functions allow.
+    # Some models call `view` on the result, because transformers' attention functions return contiguous tensors.
     return packed_attention(query, key, value, boundaries, pattern, bidirectional).contiguous(), None
 
 

@@ -1,7 +1,8 @@
 """Registers `ops.experts` in transformers' experts interface as `dispatched`.
 
-Other code sets attributes on the module with a layer's experts. `dispatch` sends tokens to experts on other ranks;
-without it, all experts are local. `compiled_activation` runs between the two matmuls. `tiles` enables tiling.
+Other code sets attributes on the module that contains the experts of a layer. `dispatch` sends tokens to experts on
+other ranks; without it, all experts are local. `compiled_activation` runs between the two matmuls. `tiles` enables
+tiling.
 """
 
 from functools import partial

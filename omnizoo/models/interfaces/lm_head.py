@@ -78,7 +78,7 @@ class Head:
 
     @contextmanager
     def replaced_by(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Context manager for one forward pass: call `work` instead of the model's head.
+        """Context manager for one forward pass, in which `work` is called instead of the model's head.
 
         Yields a function that accepts the logits returned by the model and returns a zero that is connected to the
         autograd graph. Add it to the loss, so that the backward pass reaches the model.

@@ -1,4 +1,4 @@
-"""Recurrent layers in packs and across ranks: the code of each layer is unchanged, but it calls our functions.
+"""Run recurrent layers on packs and across ranks. The code of each layer is unchanged, but it calls our functions.
 
 Layers of transformers call a convolution and a recurrence by global names of the modeling file. `bind_states` gives
 each such layer of a model a `forward` with the same code, in which these names refer to our functions. Other models are
@@ -50,7 +50,7 @@ class LocalPack:
 
 
 def pack_of(module: nn.Module, kwargs: Mapping[str, Any]) -> PackContext | None:
-    """Return the pack that a layer runs on. None if there is no pack, as in generation.
+    """Return the pack that a layer runs on, or None if it does not run on a pack, as in generation.
 
     `kwargs` are the keyword arguments of the replaced function.
     """
@@ -175,7 +175,8 @@ REPLACEMENTS: dict[str, Callable[[nn.Module, Rule], Rule]] = {
     "mamba2_split_conv1d_scan_combined": not_fused,
     "mamba2_chunk_scan": state_space,
 }
-# Number of products with the state per token: the delta rule reads, writes and reads again; other rules write and read.
+# Number of multiplications with the state per token. The delta rule has three, because it reads, writes and reads
+# again. Other rules write and read.
 PRODUCTS = {"torch_chunk_gated_delta_rule": 3, "chunk_kimi_delta_attention": 3, "mamba2_chunk_scan": 2}
 # Recurrences that have no replacement yet.
 UNKNOWN = {"mamba_selective_scan"}
@@ -188,7 +189,7 @@ def has_states(model: nn.Module) -> bool:
 
 
 def state_products(model: nn.Module) -> list[int]:
-    """Return, for each recurrent layer, the number of products with its state per token."""
+    """Return, for each recurrent layer, how many multiplications with its state one token needs."""
     bound_names = [vars(module).get(BOUND, ()) for module in model.modules()]
     return [PRODUCTS[name] for names in bound_names for name in names if name in PRODUCTS]
 

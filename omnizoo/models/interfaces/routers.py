@@ -43,7 +43,7 @@ class RouterRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[RouterRecord]]:
-        """Context manager: record the forward pass. Recomputation in backward is not recorded again."""
+        """Context manager that records the forward pass. Recomputation in backward is not recorded again."""
         records: list[RouterRecord] = []
         self._records = records
         try:

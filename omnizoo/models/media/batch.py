@@ -1,7 +1,7 @@
-"""Media of one forward pass: this rank's items are encoded, and the features of this rank's tokens are received.
+"""Media of one forward pass: each rank encodes its items and receives the features of its tokens.
 
 A model calls every encoder and decoder exactly once per forward pass, with or without items. Their weights may be
-sharded, so other ranks would wait for a rank that skips a call.
+sharded, so if a rank skipped a call, the other ranks would wait for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ class MediaBatch:
         """Return the rows that `compute` returns for all items. Without items, `compute` runs on the dummy input."""
         inputs_to_run = items or [dummy_input()]
         rows = compute([to_compute(inputs, self.device, dtype) for inputs in inputs_to_run])
-        return rows if items else rows[:0]  # an empty slice: the gradient of the dummy input is zero
+        return rows if items else rows[:0]  # an empty slice, so that the dummy input has zero gradient
 
     def follower_losses(self, port: Port, follower: Follower, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the losses of a follower on this rank's items.
@@ -91,7 +91,7 @@ class MediaBatch:
             return follower.loss(rows, [to_compute(inputs, self.device, self.dtype) for inputs in items])
 
         dummy = follower.dummy_input()
-        # Concatenate, so the graph contains the collective: other ranks wait for its backward pass.
+        # Keep `rows` in the graph, because other ranks wait for the backward pass of the collective that returned them.
         rows = torch.cat([rows, rows.new_zeros(follower.rows(dummy), rows.shape[1])])
         losses = follower.loss(rows, [to_compute(dummy, self.device, self.dtype)])
         return {term: 0 * loss for term, loss in losses.items()}
@@ -120,7 +120,7 @@ def exchange_media(
 
 @dataclass(frozen=True)
 class PromptTransport:
-    """Transport for an unsharded model on one device. Features are not sent, and are not prediction targets."""
+    """Transport for an unsharded model on one device. Features stay on this device, and none are prediction targets."""
 
     index: Mapping[Port, torch.Tensor]  # placeholder tokens of each port's items, int64
     needs_likelihood: bool = False

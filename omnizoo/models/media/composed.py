@@ -61,7 +61,7 @@ class OmniModel(MediaModel, PreTrainedModel):
         return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: modules other than Hugging Face models keep the weights that their constructors set."""
+        """Do nothing, because modules other than Hugging Face models keep the weights that their constructors set."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save weights, config and the preprocessing settings of encoders and decoders in one folder."""

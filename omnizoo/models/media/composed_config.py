@@ -41,7 +41,7 @@ class OmniConfig(PretrainedConfig):
             foundation = AutoConfig.for_model(fields.pop("model_type", None), **fields)
         self.foundation = foundation
         self.modalities = check_description(modalities or {})
-        # Ignore these fields: otherwise a file could allow its own code.
+        # Ignore these fields, because otherwise a file could allow its own code.
         super().__init__(**{key: value for key, value in kwargs.items() if key not in NEVER_FROM_FILES})
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,12 +84,16 @@ def check_description(modalities: Any) -> dict[str, Any]:
     """Check the structure of `modalities` from a config.json, and return `modalities`."""
     if not isinstance(modalities, dict):
         raise UserError(
-            f"modalities: {type(modalities).__name__}; expected a mapping of names to {{encoder, decoder, marks}}"
+            f"modalities: the value has type {type(modalities).__name__}; expected a mapping of names to "
+            "{encoder, decoder, marks}"
         )
     for name, modality in modalities.items():
         marks = modality.get("marks") if isinstance(modality, dict) else None
         if not isinstance(marks, dict) or set(marks) != set(MARKS) or not _are_texts(marks.values()):
-            raise UserError(f"modalities.{name}.marks: expected a mapping of {', '.join(MARKS)} to texts")
+            raise UserError(
+                f"modalities.{name}.marks: the value is not valid; expected a mapping with exactly the keys "
+                f"{', '.join(MARKS)}, whose values are strings"
+            )
         for role in ROLES:
             _check_component(modality.get(role), f"modalities.{name}.{role}")
     return modalities
@@ -109,7 +113,7 @@ def _check_component(part: Any, key: str) -> None:
     for field, expected in field_types.items():
         value = part.get(field)
         if value is not None and not isinstance(value, expected):
-            raise UserError(f"{key}.{field}: {type(value).__name__}; expected a {expected.__name__}")
+            raise UserError(f"{key}.{field}: the value has type {type(value).__name__}; expected {expected.__name__}")
 
 
 def check_folder(part: dict[str, Any], key: str) -> None:

@@ -19,7 +19,7 @@ class DecoderLosses:
     """The decoder losses of one forward pass, summed over targets.
 
     1. At the end of the trunk, the hidden states are stored. With `before_head`, the decoders run at this point.
-    2. At the head, decoders that use its weights run, because FSDP has gathered them.
+    2. At the head, the decoders that use its weights run, because FSDP has gathered these weights at this point.
     3. `finish` runs the other decoders.
     """
 
@@ -34,7 +34,8 @@ class DecoderLosses:
 
     @contextmanager
     def watching(self, language_model: PreTrainedModel, before_head: bool = False) -> Iterator[None]:
-        """Context manager for the forward pass of `language_model`: run decoders after the trunk and at the head."""
+        """Context manager for the forward pass of `language_model`, which runs decoders after the trunk and at the
+        head."""
         if not self.at_head and not self.others:
             yield
             return

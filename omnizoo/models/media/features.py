@@ -19,7 +19,10 @@ class Features:
 
     @classmethod
     def at(cls, rows: torch.Tensor, tokens: torch.Tensor) -> "Features":
-        """Return the rows whose token is on this rank. `tokens [N]` is on the host; -1: token on another rank."""
+        """Return the rows whose token is on this rank.
+
+        `tokens [N]`, in host memory, contains the index of each row's token; -1 if the token is on another rank.
+        """
         local_rows = (tokens >= 0).nonzero().squeeze(1)
         values = rows if len(local_rows) == len(rows) else rows[to_device(local_rows, rows.device)]
         return cls(values, to_device(tokens[local_rows], rows.device))

@@ -1,4 +1,4 @@
-"""The media of an HF model, as described by its recipe, and `media_model`, which accepts any model."""
+"""The media of an HF model, as its recipe describes them, and `media_model`, which returns the media of any model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -95,7 +95,7 @@ class HFMediaModel(MediaModel):
         if unknown:
             raise UserError(
                 f"model.modalities: {type(self.model).__name__} has no modality {min(unknown)!r}; "
-                f"its modalities: {', '.join(self.built)}"
+                f"its modalities are {', '.join(self.built)}"
             )
         return self.built
 
@@ -131,7 +131,7 @@ class MultimodalForward:
         self.followers = {port: module for port, module in modules.items() if isinstance(module, Follower)}
         self.original: Callable[..., Any] = model.forward
         self.takes_logits_to_keep = _takes_logits_to_keep(model)
-        self.__wrapped__ = self.original  # transformers' `generate` reads the signature
+        self.__wrapped__ = self.original  # transformers' `generate` reads the signature of the original
 
     def __call__(self, *args: Any, media: MediaBatch | None = None, logits_to_keep: Any = None, **inputs: Any) -> Any:
         if media is None:

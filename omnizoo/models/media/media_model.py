@@ -25,7 +25,7 @@ Positions = Callable[[Ids, Sequence[MediaItem]], npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class MediaModule:
-    """A module of a model that encodes or generates a modality. A decoder may consist of several such records."""
+    """A module of a model that encodes or generates a modality. Several records may describe the same decoder."""
 
     modality: str
     role: Role

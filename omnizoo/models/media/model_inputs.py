@@ -1,4 +1,4 @@
-"""What the data loader needs to know about a model: its modalities, without weights."""
+"""Collect the arguments of the data loader that depend on the model, such as its modalities, without weights."""
 
 import logging
 from copy import deepcopy
@@ -53,7 +53,7 @@ def read_modalities(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
         "turns": copied_media.speaker_format,
     }
 
-    # Not passed to loader workers: a user's recipe may not be picklable.
+    # These attributes are not passed to loader workers, because a user's recipe may not be picklable.
     for name in (MEDIA_ATTRIBUTE, RECIPE):
         vars(skeleton).pop(name, None)
     return loader_arguments

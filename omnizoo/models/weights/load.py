@@ -100,7 +100,7 @@ def load_weights(
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     loaded = load_files(model, source.files(), source.mapping, device)
     retie(model)
-    for name, parameter in model.named_parameters():  # loading replaces unsharded parameters (frozen tokenizers)
+    for name, parameter in model.named_parameters():  # loading replaced those of frozen tokenizers
         parameter.requires_grad_(is_trained[name])
 
     _check_loaded(loaded, source, spec, new)
@@ -137,8 +137,8 @@ def _check_not_quantized(config: PretrainedConfig, folder: str) -> None:
     """Raise a `UserError` if the published weights are quantized. `folder` may start with a key."""
     if getattr(config, "quantization_config", None):
         raise UserError(
-            f"{folder}/config.json: has a quantization_config. Quantized weights are not supported: use a folder with "
-            "floating-point weights."
+            f"{folder}/config.json: the file contains a quantization_config, but quantized weights are not supported. "
+            "Use a folder with floating-point weights."
         )
 
 
@@ -210,7 +210,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def weight_files(folder: Path, key: str) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder: those in its index, if it has one."""
+    """Return the safetensors files of a Hugging Face folder. If the folder has an index, it lists the files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

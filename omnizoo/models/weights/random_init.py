@@ -43,7 +43,8 @@ def initial_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the `wanted` parameters and buffers of the model that `construct` builds on meta.
 
-    `construct` usually builds in fp32, regardless of the precision of the run, so an fp64 run gets the same numbers.
+    `construct` usually builds in fp32, regardless of the precision of the run, so that an fp64 run starts from the same
+    numbers.
     """
     if not wanted:
         return

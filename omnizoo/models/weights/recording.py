@@ -58,7 +58,7 @@ class Call:
 
     @property
     def reads(self) -> set[int]:
-        """The storages of the arguments of the operation."""
+        """The storages that the operation reads: those of its arguments."""
         return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window)}
 
 
@@ -78,7 +78,7 @@ class Recording(TorchDispatchMode):
         self.calls: list[Call] = []
         self.writers: dict[int, list[int]] = {}  # storage -> numbers of calls that created or changed it
         self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so ids are unique
-        self.before: dict[int, torch.UntypedStorage] = {}  # initial content of changed storages from outside
+        self.before: dict[int, torch.UntypedStorage] = {}  # initial content of storages that existed before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record a function that fills `tensor` with random values as a single call."""
+        """Record `function`, which fills `tensor` with random values, as a single call."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
         call = Call(
@@ -233,7 +233,7 @@ class _RealData(TorchFunctionMode):
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Context manager: record all operations on tensors."""
+    """Context manager that records all operations on tensors."""
     record = Recording()
 
     def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,9 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.hf_private import names_in_model
 from omnizoo.models.untrusted_folders import open_weights
 
-MULTIPLE = 64  # rows are rounded up as in published models: matmuls with odd sizes are slow on accelerators
+# As in published models, the number of rows is rounded up to a multiple of this number, because matmuls with other
+# sizes are slow on accelerators.
+MULTIPLE = 64
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,9 @@ def span_blocks(
         q: Queries of a sample.
         k: Keys of the same sample.
         spans: The bidirectional spans of the sample, as (first position, number of tokens).
-        outer_window: If set, also add blocks for earlier keys outside a window of this many tokens, not only
-            blocks for later keys.
+        outer_window: Window of the causal attention, or None. If set, also add blocks for earlier keys of a span that
+            are outside this window, because causal attention does not cover them. Otherwise, add only blocks for later
+            keys.
     """
     blocks = []
     unlimited = _distance_bound(q, k)

@@ -28,7 +28,7 @@ CHUNK = 64  # tokens per chunk
 class Chunks:
     """Runs split into chunks, in the order of the recurrence: the first chunk of every run, then the second, etc."""
 
-    runs_per_round: list[int]  # number of runs with a first chunk, with a second chunk, and so on
+    runs_per_round: list[int]  # number of runs with at least one chunk, at least two chunks, and so on
     rows: torch.Tensor  # [chunks, CHUNK], index of each token; T for padding
     flat_index: torch.Tensor  # [T], index of each token in the flattened `rows`
     order: torch.Tensor  # [N], runs from most to fewest chunks

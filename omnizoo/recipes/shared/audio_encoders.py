@@ -61,7 +61,9 @@ class MaskedWindowEncoder(AudioTowerEncoder):
         frames = self.frames_of(samples)
         placeholders = self.placeholders_of(frames)
         if not placeholders:
-            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a placeholder token")
+            raise BadMedia(
+                f"{media.name}: the audio of {samples / self.rate:.3f} s is too short for a placeholder token"
+            )
         return self.size_of(len(frames), placeholders)
 
     def prepare(self, media: Media) -> Inputs:

@@ -16,7 +16,8 @@ from omnizoo.ops.loss.linear_cross_entropy import LinearHead, linear_cross_entro
 def head_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `targets [N]`.
 
-    It calls `forward` of the head's class, because the `forward` of the instance may be replaced for the text loss.
+    This function calls `forward` of the head's class, because the `forward` of the instance may be replaced for the
+    text loss.
     """
     forward = type(head).forward
     if forward is nn.Linear.forward:
@@ -38,9 +39,9 @@ def generate_arguments(sampling: Sampling) -> dict[str, Any]:
 
 @contextmanager
 def seeded(sampling: Sampling) -> Iterator[None]:
-    """Context manager: seed torch's global generator, which transformers uses, from the generator of `sampling`."""
+    """Context manager that seeds torch's global generator, which transformers uses, from that of `sampling`."""
     with torch.random.fork_rng(), warnings.catch_warnings():
-        # transformers warns that the penalty ignores the prompt, but it is meant to apply to codes only.
+        # transformers warns that the penalty ignores the prompt, but the penalty is meant to apply to codes only.
         warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")
         if sampling.generator is not None:
             device = sampling.generator.device

@@ -1,7 +1,7 @@
 """Code shared by the encoders in recipes, which use a tower of a multimodal HF model.
 
-Such an encoder has no weights: it calls the model that it was built for. The features of a media item do not depend on
-the other items in the batch. There is no host sync: everything that depends on sizes is computed in `prepare`, or from
+Such an encoder has no weights, but calls the model that it was built for. The features of a media item do not depend on
+the other items in the batch. To avoid host syncs, everything that depends on sizes is computed in `prepare` or from
 tensor shapes.
 """
 
@@ -118,7 +118,7 @@ class AudioTowerEncoder(TowerEncoder):
         return int(self.extractor.sampling_rate)
 
     def num_samples(self, media: Media) -> int:
-        """Return the number of audio samples, from the header."""
+        """Return the number of audio samples, computed from the header."""
         return audio_length(media, self.rate, self.max_seconds)
 
     def read_samples(self, media: Media) -> Any:
@@ -187,7 +187,7 @@ def check_positive(key: str, **options: float | None) -> None:
     """Raise a `UserError` if an option is set to 0 or less. `key` is the config key of the options."""
     for name, value in options.items():
         if value is not None and not value > 0:
-            raise UserError(f"{key}.{name}: {value!r} must be above 0")
+            raise UserError(f"{key}.{name}: {value!r} is out of range; expected a number greater than 0")
 
 
 def check_frame_options(fps: float | None, num_frames: int | None, **options: float | None) -> None:
@@ -199,12 +199,13 @@ def check_frame_options(fps: float | None, num_frames: int | None, **options: fl
 
 
 def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
-    """Return the result of `processor_settings`, but raise a `UserError` for invalid numbers that processors accept."""
+    """Return the result of `processor_settings`. Raise a `UserError` for invalid numbers that processors would
+    accept."""
     settings, file = processor_settings(folder, kind)
     for name in POSITIVE_AUDIO + POSITIVE_VIDEO:
         value = settings.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise UserError(f"{file}: {name} is {value!r}; expected a number above 0")
+            raise UserError(f"{file}: {name} is {value!r}; expected a number greater than 0")
     for name in ("image_mean", "image_std"):
         value = settings.get(name)
         if value is None:
@@ -217,7 +218,7 @@ def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str
 
 
 def load_processor(processor: Any, folder: str | None, defaults: Mapping[str, Any], **overrides: Any) -> Any:
-    """Build a processor of transformers with the settings in the model's folder, or with `defaults` if it has none.
+    """Build a processor of transformers with the settings of the model's folder. Without settings, use `defaults`.
 
     Args:
         overrides: Settings from the model or from options. If None, the setting of the folder is used.

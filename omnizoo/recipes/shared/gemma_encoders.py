@@ -52,8 +52,8 @@ SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per ima
 class PanAndScanEncoder(TileEncoder):
     """Image encoder of Gemma 3, with optional pan and scan.
 
-    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. If None, the setting of the
-    folder's preprocessor is used.
+    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. If `pan_and_scan` is None, the
+    setting of the folder's preprocessor is used.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, pan_and_scan: bool | None = None) -> None:
@@ -104,7 +104,7 @@ class SoftTokenEncoder(PatchEncoder):
         try:
             size: tuple[int, int] = get_aspect_ratio_preserving_size(height, width, self.square, patches, self.pooled)
         except ValueError as error:
-            raise BadMedia(f"{media.name}: {width} x {height} pixels: {error}") from None
+            raise BadMedia(f"{media.name}: an image of {width} x {height} pixels cannot be resized: {error}") from None
         return size
 
     def frame_size(self, height: int, width: int) -> MediaSize:
@@ -131,7 +131,8 @@ class SoftTokenEncoder(PatchEncoder):
 class PooledImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models with a tower.
 
-    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
+    An image has at most `max_soft_tokens` placeholder tokens. If `max_soft_tokens` is None, the folder's preprocessor
+    config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
@@ -218,8 +219,8 @@ class PooledImageEncoder(SoftTokenEncoder):
 class RawImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models without a tower: a placeholder token is a square of pixels.
 
-    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
-    The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
+    An image has at most `max_soft_tokens` placeholder tokens. If `max_soft_tokens` is None, the folder's preprocessor
+    config sets the limit. The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
     """
 
     packs_items = False
@@ -321,7 +322,7 @@ class MelAudioEncoder(AudioTowerEncoder):
         first_frame_end = self.extractor.frame_length - self.extractor.frame_length // 2
         frames = max(0, (samples - 1 - first_frame_end) // self.extractor.hop_length + 1)
         if not frames:
-            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a mel frame")
+            raise BadMedia(f"{media.name}: the audio of {samples / self.rate:.3f} s is too short for a mel frame")
         placeholders = count_audio_placeholders(frames)
         cost = self.per_placeholder * placeholders
         return MediaSize(placeholders, cost, layout=(AUDIO_BEGIN, placeholders, AUDIO_END))

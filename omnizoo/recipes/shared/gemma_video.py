@@ -28,7 +28,7 @@ class _VideoMixin:
     """Mixin that turns an image encoder of Gemma 4 into a video encoder. It must be the first base class.
 
     A video is sampled as `num_frames` frames, or as `fps` frames per second, each of at most `max_soft_tokens`
-    placeholder tokens. If None, the setting of the folder or the default of the family is used.
+    placeholder tokens. For options that are None, the setting of the folder or the default of the family is used.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class _VideoMixin:
         elif count is None:
             count = video.frames
         if count > video.frames:
-            raise BadMedia(f"{video.name}: {video.frames} frames, fewer than num_frames {count}")
+            raise BadMedia(
+                f"{video.name}: the video has only {video.frames} frames, but num_frames or fps requires {count}"
+            )
         return [i * video.frames // count for i in range(count)]
 
     def sample(self: Any, media: Media) -> tuple[VideoInfo, list[int], tuple[int, int]]:

@@ -81,7 +81,7 @@ class TileEncoder(ImageTowerEncoder):
             return [(size, inputs)]
         parts: list[tuple[MediaSize, Inputs]] = []
         for tiles in pieces:
-            # Clone: a view would be sent with its whole storage.
+            # Clone the tiles, because a view would be sent with its whole storage.
             parts.append((self.size_of(len(tiles), size.layout), {"pixels": tiles.clone()}))
         return parts
 
@@ -96,7 +96,7 @@ class TileEncoder(ImageTowerEncoder):
 
 
 class PatchEncoder(ImageTowerEncoder):
-    """Encoder for images of any shape: all items form one sequence of patches, with attention within each item."""
+    """Encoder for images of any shape. All items form one sequence of patches, and attention stays within an item."""
 
     packs_items = True
 

@@ -1,7 +1,7 @@
 """Decoders for images as codes. The model's own VQ model, which is frozen, converts images to codes and back.
 
-Such a decoder has no weights: it calls the model that it was built for. The VQ model processes one image at a time: in
-a batch, rounding could change a code.
+Such a decoder has no weights, but calls the model that it was built for. The VQ model processes one image at a time,
+because rounding could change a code if images were processed in a batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -207,8 +207,8 @@ class LineCodes(VocabularyCodes):
     """Decoder of Emu3: images of any shape, preceded by their size as text, with a token at the end of each line.
 
     Args:
-        min_pixels: Minimum number of pixels. If None, the setting of the folder's preprocessor.
-        max_pixels: Maximum number of pixels. If None, the setting of the folder's preprocessor.
+        min_pixels: Minimum number of pixels. If None, the setting of the folder's preprocessor is used.
+        max_pixels: Maximum number of pixels. If None, the setting of the folder's preprocessor is used.
         draw: Height and width of generated images, in pixels.
     """
 
@@ -226,12 +226,12 @@ class LineCodes(VocabularyCodes):
         processor.min_pixels = min_pixels or min(processor.min_pixels, processor.max_pixels)
         if processor.min_pixels > processor.max_pixels:
             raise UserError(
-                f"model.modalities: min_pixels {processor.min_pixels} is above max_pixels {processor.max_pixels}"
+                f"model.modalities: min_pixels {processor.min_pixels} is greater than max_pixels {processor.max_pixels}"
             )
         self.folder = folder
         default_side = round(min(PUBLISHED_AREA, processor.max_pixels) ** 0.5 / self.factor)
         default_grid = (default_side, default_side)
-        # Lines and columns of codes.
+        # (lines, columns) of the codes of a generated image
         self.generated_grid = tuple(side // self.factor for side in draw) if draw else default_grid
 
     def measure(self, media: Media) -> MediaSize:

@@ -29,7 +29,8 @@ PUBLISHED = {"max_patches": 16384, "resample": BICUBIC, "size": {"max_height": 5
 class NativeSizeEncoder(PatchEncoder):
     """Image encoder of Kimi K2.5.
 
-    An image has at most `max_patches` patches. If None, the folder's preprocessor config sets the limit.
+    An image has at most `max_patches` patches. If `max_patches` is None, the folder's preprocessor config sets the
+    limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_patches: int | None = None) -> None:
@@ -93,7 +94,8 @@ class NativeSizeEncoder(PatchEncoder):
         return self.with_positions(torch.zeros(rows * columns, 3, self.patch, self.patch), rows, columns)
 
     def with_positions(self, pixels: torch.Tensor, rows: int, columns: int) -> Inputs:
-        """Return the inputs with positions, and with `order [placeholders, patches]`, the patches to be merged."""
+        """Return the inputs with positions. `order [placeholders, patches]` lists the patches of each placeholder
+        token."""
         grid = torch.tensor([[1, rows, columns]])
         table = self.tower.patch_embed.pos_emb
         order = torch.arange(rows * columns).view(-1, self.merge[0], columns // self.merge[1], self.merge[1])

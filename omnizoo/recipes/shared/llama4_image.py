@@ -27,7 +27,8 @@ PUBLISHED = {"max_patches": 16, "resize_to_max_canvas": False, "resample": BILIN
 class CanvasEncoder(TileEncoder):
     """Image encoder of Llama 4.
 
-    An image has at most `max_tiles` tiles on its canvas. If None, the folder's preprocessor config sets the limit.
+    An image has at most `max_tiles` tiles on its canvas. If `max_tiles` is None, the folder's preprocessor config sets
+    the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_tiles: int | None = None) -> None:

@@ -30,7 +30,7 @@ class SlicedEncoder(PatchEncoder):
     """Image encoder of MiniCPM-V.
 
     An image becomes one downscaled copy and at most `max_slices` slices, each of about `resolution` x `resolution`
-    pixels. If None, the folder's preprocessor config sets these values.
+    pixels. Options that are None are set by the folder's preprocessor config.
     """
 
     def __init__(

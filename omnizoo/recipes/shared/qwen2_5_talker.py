@@ -1,8 +1,8 @@
 """Talker of Qwen2.5-Omni, which has one codebook.
 
-Its context is the whole conversation before the response. For each token, the talker receives the sum of the
-thinker's last hidden state and embedding; for media, only the hidden state. The text of the response follows, one token
-per frame.
+Its context is the whole conversation before the response. For each text token, the talker receives the sum of the
+thinker's last hidden state and embedding. For each media token, it receives only the hidden state. The text of the
+response follows, one token per frame.
 
 Inputs are built as the model's own `generate` builds them for a prompt that is padded on the left. For a prompt without
 padding, transformers 5.22.2 drops the mask before it calls the talker. The talker then adds no codec marks before the
@@ -63,7 +63,7 @@ class Qwen25Talker(Talker):
         """Read the voices from the model's folder, or from `file`."""
         key = f"{OPTIONS}.speakers: {file}" if file else VOICES
         if file is not None:
-            also_carry(self.model, VOICES, file, f"{OPTIONS}.speakers")  # exports then contain the file
+            also_carry(self.model, VOICES, file, f"{OPTIONS}.speakers")  # so that exports contain the file
         content = carried(self.model).files.get(VOICES)
         codec = self.config.token2wav_config.dit_config
         sizes = {"cond": codec.enc_emb_dim, "ref_mel": codec.mel_dim}
@@ -152,8 +152,8 @@ class Qwen25Talker(Talker):
         text = self.text_inputs(states[: context.rows], [notes])
         begin = len(context.before) + PREFIX
 
-        # One position of padding on the left: the talker then receives the mask and adds the marks (see the module
-        # docstring).
+        # Add one position of padding on the left, so that the talker receives the mask and adds the marks (see the
+        # module docstring).
         padding = text.new_zeros(1, text.shape[1])
         embeddings = torch.cat([padding, text[:begin]])[None]
         mask = torch.ones(1, 1 + begin, dtype=torch.int64, device=device)

@@ -2,7 +2,7 @@
 
 Its context consists of the user's turns: text as the thinker's embeddings, and media as hidden states of a middle layer
 of the thinker. The text of the response follows, one token per frame of speech. The talker predicts the first codebook,
-and its code predictor predicts all others.
+and its code predictor predicts the remaining codebooks.
 """
 
 import math
@@ -49,7 +49,9 @@ class Qwen3Talker(Talker):
     ) -> None:
         super().__init__(model, speaker, codec, max_frames)
         if not isinstance(residual_weight, int | float) or not 0 <= residual_weight < math.inf:
-            raise UserError(f"{OPTIONS}.residual_weight: {residual_weight!r}; expected a finite number >= 0")
+            raise UserError(
+                f"{OPTIONS}.residual_weight: {residual_weight!r} is not valid; expected a finite number, at least 0"
+            )
         self.term_weights = {"": 1.0, "residual": residual_weight}
         settings = self.settings
         codec_size = self.config.code2wav_config.codebook_size
@@ -155,8 +157,8 @@ class Qwen3Talker(Talker):
     ) -> dict[str, torch.Tensor]:
         """Return the loss of the code predictor.
 
-        Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
-        of the next codebook.
+        Each frame is one sequence, which consists of the hidden state that predicts the frame and its codes. Each
+        position predicts the code of the next codebook.
         """
         predictor = self.talker.code_predictor
         frames, codebooks = codes.shape
@@ -226,7 +228,7 @@ class Qwen3Talker(Talker):
 
     @contextmanager
     def audio_config_set(self) -> Iterator[None]:
-        """Context manager: set the `audio_config` that published configs lack (see `position_model`)."""
+        """Context manager that sets the `audio_config` that published configs lack (see `position_model`)."""
         is_set = hasattr(self.settings, "audio_config")
         if not is_set:
             self.settings.audio_config = self.config.thinker_config.audio_config

@@ -53,7 +53,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
     def measure(self, media: Media) -> MediaSize:
         samples = self.num_samples(media)
         if samples < self.extractor.n_fft:
-            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a mel frame")
+            raise BadMedia(f"{media.name}: the audio of {samples / self.rate:.3f} s is too short for a mel frame")
         frames = self.frames_of(samples)
         placeholders = self.placeholders_of(frames)
         return MediaSize(placeholders, cost=self.flops(frames, placeholders), shape=(frames,))
@@ -215,8 +215,8 @@ class PooledAudioEncoder(QwenAudioEncoder):
     def prepare(self, media: Media) -> Inputs:
         """Return mel frames that are equal to those of the model's processor.
 
-        The processor pads with silence up to `chunk_length` and then removes the padding. Only the silence within reach
-        of the last FFT windows matters.
+        The processor pads with silence up to `chunk_length` and then removes the padding. Only the silence that the
+        last FFT windows contain affects the result.
         """
         samples = self.read_samples(media)
         reach = self.extractor.n_fft + self.extractor.hop_length

@@ -33,7 +33,7 @@ BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 KINDS = {"image": 1, "video": 2}  # token type ids of the models
 # Sizes for small copies: M-RoPE splits 8 frequencies in the same ratio as the 64 of published models.
 SMALL_MROPE = {"rope_parameters": {"mrope_section": [4, 2, 2]}}
-# Two levels of deepstack and one more layer: features added after the last layer would not be attended to.
+# Two levels of deepstack and one more layer, because no layer would attend to features added after the last layer.
 SMALL_DEEPSTACK = {
     "text_config": SMALL_MROPE | {"num_hidden_layers": 3},
     "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
@@ -49,8 +49,8 @@ SMALL_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
 class QwenImageEncoder(ImageTowerEncoder):
     """Image encoder of Qwen2-VL, and base class for later models.
 
-    Images are resized to between `min_pixels` and `max_pixels` pixels. If None, the folder's preprocessor config sets
-    these limits. Patches have rotary positions on two axes.
+    Images are resized to between `min_pixels` and `max_pixels` pixels. Limits that are None are set by the folder's
+    preprocessor config. Patches have rotary positions on two axes.
     """
 
     packs_items = True
@@ -79,7 +79,9 @@ class QwenImageEncoder(ImageTowerEncoder):
         min_pixels = min_pixels or min(self.processor.size.shortest_edge, max_pixels)
         if min_pixels > max_pixels:
             encoder = type(self).__name__
-            raise UserError(f"model.modalities: min_pixels {min_pixels} is above max_pixels {max_pixels} of {encoder}")
+            raise UserError(
+                f"model.modalities: min_pixels {min_pixels} is greater than max_pixels {max_pixels} of {encoder}"
+            )
         self.pixels = (min_pixels, max_pixels)
 
     def measure(self, media: Media) -> MediaSize:
@@ -88,7 +90,7 @@ class QwenImageEncoder(ImageTowerEncoder):
         return self.size_of(1, resized_height, resized_width)
 
     def resized(self, frames: int, height: int, width: int, media: Media) -> tuple[int, int]:
-        """Return the height and width that the tower receives, after a check of the aspect ratio."""
+        """Return the height and width that the tower receives, after checking the aspect ratio."""
         check_aspect(media, height, width)
         return self.fit(frames, height, width)
 
@@ -170,15 +172,15 @@ class InterpolatedImageEncoder(QwenImageEncoder):
 
 
 class WindowedImageEncoder(QwenImageEncoder):
-    """Image encoder of Qwen2.5-VL: most layers attend in windows, for which patches are reordered."""
+    """Image encoder of Qwen2.5-VL. Most layers attend within windows, so patches are reordered by window."""
 
     by_step = ("positions", "order", "windows")
 
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs of the base class, and the order of patches in windows.
 
-        `order [steps, placeholders]` is the window order of the placeholder tokens of each step, and `windows [steps,
-        n]` the number of patches in each of its windows.
+        `order [steps, placeholders]` lists the placeholder tokens of each step, sorted by window. `windows [steps, n]`
+        contains the number of patches in each window of a step.
         """
         vision = self.vision
         step = torch.cat([torch.ones_like(grid[:1]), grid[1:]])

@@ -61,7 +61,7 @@ class Talker(UsesModel, TalkerFollower):
         self.config = config
         self.settings = config.talker_config
         if not isinstance(max_frames, int) or max_frames < 1:
-            raise UserError(f"{OPTIONS}.max_frames: expected an integer, at least 1, not {max_frames!r}")
+            raise UserError(f"{OPTIONS}.max_frames: {max_frames!r} is not valid; expected an integer, at least 1")
         self.speaker = speaker
         self.max_frames = max_frames
         self.codec: Callable[..., Any] | None = None
@@ -105,7 +105,7 @@ class Talker(UsesModel, TalkerFollower):
         return read_codes(media, self.sizes, self.max_frames, self.codec, RATE)
 
     def voice(self, speaker: Any, what: str) -> str:
-        """Return the key of `speaker` in `speakers`. If it is None, use `self.speaker` or the only speaker.
+        """Return the key of `speaker` in `speakers`. If `speaker` is None, use `self.speaker` or the only speaker.
 
         Error messages begin with `what`.
         """
@@ -113,7 +113,9 @@ class Talker(UsesModel, TalkerFollower):
         if speaker is None and len(self.speakers) == 1:
             return next(iter(self.speakers))
         if speaker is None:
-            raise BadMedia(f"{what}: no `speaker`. Use one of {self.voices}, or set options.speaker for all rows.")
+            raise BadMedia(
+                f"{what}: `speaker` is not set. Use one of {self.voices}, or set options.speaker for all rows."
+            )
         if not isinstance(speaker, str) or speaker.lower() not in self.speakers:
             advice = f"Use one of {self.voices}." if self.speakers else self.no_speakers
             raise BadMedia(f"{what}: the model has no speaker {speaker!r}. {advice}")
@@ -135,7 +137,7 @@ class Talker(UsesModel, TalkerFollower):
 
     @contextmanager
     def capture(self) -> Iterator[list[torch.Tensor]]:
-        """Context manager: capture the thinker's embeddings and its hidden states at `depth`."""
+        """Context manager that captures the thinker's embeddings and its hidden states at `depth`."""
         states: list[torch.Tensor] = []
         language: Any = language_model(self.model)
         depth = len(language.layers) if self.depth is None else self.depth
@@ -271,7 +273,7 @@ class Talker(UsesModel, TalkerFollower):
     def generation_inputs(
         self, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], device: torch.device
     ) -> tuple[TalkerContext, Inputs]:
-        """Return the talker's context and inputs for generating speech, for a conversation that ends with the response.
+        """Return the talker's context and inputs, to generate speech for the last response of a conversation.
 
         The inputs include the voice. They have one frame for each text token of the response except the first, one for
         the end of the text, and one for padding.

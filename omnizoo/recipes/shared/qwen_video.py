@@ -76,7 +76,9 @@ class QwenVideoEncoder(QwenImageEncoder):
         use_audio_in_video: bool = False,
     ) -> None:
         if use_audio_in_video and not self.supports_audio:
-            raise UserError(f"{OPTIONS}.{AUDIO_IN_VIDEO}: {type(model).__name__} does not support it. Set it to false.")
+            raise UserError(
+                f"{OPTIONS}.{AUDIO_IN_VIDEO}: {type(model).__name__} does not support this option. Set it to false."
+            )
         check_frame_options(fps, num_frames, min_frames=min_frames, max_frames=max_frames, max_seconds=max_seconds)
         options = {"fps": fps, "num_frames": num_frames, "min_frames": min_frames, "max_frames": max_frames}
         options = {name: value for name, value in options.items() if value is not None}
@@ -101,7 +103,9 @@ class QwenVideoEncoder(QwenImageEncoder):
         for name in options:
             if name not in self.sampling_options:
                 family = type(model).__name__
-                raise UserError(f"{OPTIONS}.{name}: {family} does not use it. Use {', '.join(self.sampling_options)}.")
+                raise UserError(
+                    f"{OPTIONS}.{name}: {family} does not use this option. Use {', '.join(self.sampling_options)}."
+                )
         settings, _ = checked_settings(folder, "video_processor")
         settings = {name: value for name, value in settings.items() if value is not None}
         if "fps" in options or ("fps" in settings and "num_frames" not in options):
@@ -122,12 +126,12 @@ class QwenVideoEncoder(QwenImageEncoder):
         else:
             count = round(count / per_step) * per_step
         if count > video.frames:
-            raise BadMedia(f"{video.name}: {video.frames} frames, fewer than num_frames {count}")
+            raise BadMedia(f"{video.name}: the video has only {video.frames} frames, but num_frames requires {count}")
         indices = torch.arange(0, video.frames, video.frames / max(count, 1)).int()
         return [int(index) for index in indices.tolist()]
 
     def seconds_of_step(self, video: VideoInfo, indices: Sequence[int]) -> float:
-        """Return the seconds per step from which positions are computed."""
+        """Return the duration of a step in seconds, from which positions are computed."""
         return self.frames_per_step / self.fps
 
     def sample(self, media: Media) -> tuple[VideoInfo, TimeSteps, tuple[int, int]]:
@@ -175,7 +179,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         pieces_by_name |= {name: inputs[name].split(steps_per_part) for name in self.by_step}
         parts = []
         for number, positions in enumerate(pieces_by_name["positions"]):
-            # Clone: a view would be sent with its whole storage.
+            # Clone the tensors, because a view would be sent with its whole storage.
             part = {name: pieces[number].clone() for name, pieces in pieces_by_name.items()}
             num_steps = torch.full_like(inputs["grid"][:1], len(positions))
             part["grid"] = torch.cat([num_steps, inputs["grid"][1:]])

@@ -3,7 +3,7 @@
 The head of the language model predicts the first codebook. A small model, the depth decoder, predicts the others in
 sequence.
 
-Such a decoder has no weights: it calls the model that it was built for. The codec in the model is frozen, computes in
+Such a decoder has no weights, but calls the model that it was built for. The codec in the model is frozen, computes in
 at least fp32, and processes one audio clip at a time, as in transformers.
 """
 
@@ -36,7 +36,7 @@ from omnizoo.recipes.shared.encoders import UsesModel, merge_features
 
 
 class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFlops, Decoder):
-    """Decoder for audio frames, followed by a last frame that contains only end codes.
+    """Decoder for audio as frames of codes. A last frame, which contains only end codes, marks the end.
 
     Args:
         max_seconds: Maximum length of an audio clip.
@@ -58,7 +58,10 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     ) -> None:
         super().__init__(model)
         if not 0 < residual_frames <= 1:
-            raise UserError(f"model.modalities: residual_frames {residual_frames} must be above 0 and at most 1")
+            raise UserError(
+                f"model.modalities: residual_frames is {residual_frames}; "
+                "expected a number greater than 0 and at most 1"
+            )
         self.max_seconds = max_seconds
         self.residual_frames = residual_frames
         self.term_weights = {"": 1.0, "residual": residual_weight}
@@ -74,7 +77,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
                 "Use equal numbers."
             )
         for module in (*self.codec.modules(), *self.depth.modules()):
-            if isinstance(module, PreTrainedModel):  # not packed: sequences are single audio clips or frames
+            if isinstance(module, PreTrainedModel):  # not packed, because a sequence is one clip or frame
                 module.config._attn_implementation = "sdpa"
 
     @property
@@ -187,9 +190,9 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     def residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Return the loss of the depth decoder.
 
-        Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
-        of the next codebook. Without frames, it runs on a dummy frame, because it may be sharded, and other ranks
-        would wait in its collectives.
+        Each frame is one sequence, which consists of the hidden state that predicts the frame and its codes. Each
+        position predicts the code of the next codebook. Without frames, the depth decoder runs on a dummy frame. It may
+        be sharded, so other ranks would otherwise wait in its collectives.
         """
         if not len(codes):
             dummy_hidden = hidden.sum(0, keepdim=True)

@@ -1,7 +1,7 @@
 """Inputs of the talkers of Qwen omni models, computed in the data loader.
 
-They are the tokens of a conversation that a talker receives, the position of each token in the talker's sequence, and
-the rotary positions. qwen3_talker.py and qwen2_5_talker.py implement the differences between models.
+These inputs are the tokens of a conversation that a talker receives, the position of each token in the talker's
+sequence, and the rotary positions. qwen3_talker.py and qwen2_5_talker.py implement the differences between models.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.recipes.shared.qwen_audio import thinker_positions
 
 HEADER = 3  # tokens before the text of a response: start of turn, role, line break
-PAD, BOS, EOS = -1, -2, -3  # stand for special embeddings, where other values are row indices
+PAD, BOS, EOS = -1, -2, -3  # represent special embeddings in arrays whose other values are row indices
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TalkerFollower(Follower):
         if not responses or (answers is not None and len(responses) != answers):
             expected = "at least 1" if answers is None else answers
             raise BadMedia(
-                f"{what}: the chat template rendered {len(responses)} assistant turns, but expected {expected}. "
+                f"{what}: the chat template rendered {len(responses)} assistant turns; expected {expected}. "
                 "Speech needs a template that begins each turn like the published one."
             )
 
@@ -129,7 +129,8 @@ class TalkerFollower(Follower):
         positions = torch.from_numpy(thinker_positions(self.position_model, ids, context.items))[1:].double()
         return {
             "source": torch.from_numpy(source).long(),
-            # The bits of fp64 as integers: floats would be cast to the dtype of the model.
+            # fp64 numbers, stored as integers with the same bits, because floats would be cast to the dtype of the
+            # model
             "positions": positions.contiguous().view(torch.int64),
         }
 

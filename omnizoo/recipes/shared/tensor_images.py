@@ -1,7 +1,7 @@
 """Image preparation for families whose processor needs torchvision, which OmniZoo does not use.
 
-It reads the settings of the processor, resizes uint8 images and converts them to floats like the processor. The rest
-depends on the family.
+It reads the settings of the processor, resizes uint8 images and converts them to floats like the processor. All other
+steps depend on the family.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class TensorImageProcessor:
         return padded.view(3, rows, edge, columns, edge).permute(1, 3, 0, 2, 4).flatten(0, 1)
 
     def values(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 pixels to floats. Mean and standard deviation are scaled to uint8, as in torchvision."""
+        """Convert uint8 pixels to floats. Mean and standard deviation are scaled to 0..255, as in torchvision."""
         factor: float = self.settings["rescale_factor"]
         if not self.settings["do_normalize"]:
             return pixels * factor

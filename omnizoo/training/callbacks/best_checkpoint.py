@@ -91,5 +91,5 @@ class BestCheckpoint(Logger):
 
 
 def is_better(value: float, threshold: float, higher: bool) -> bool:
-    """Whether `value` is better than `threshold`: above it if `higher`, otherwise below it."""
+    """Whether `value` is better than `threshold`: greater if `higher`, otherwise less."""
     return value > threshold if higher else value < threshold

@@ -40,7 +40,7 @@ def user_callbacks(config: Config, callbacks: Sequence[Callback]) -> list[Callba
         if isinstance(callback, type):
             raise UserError(f"{key}: {callback.__qualname__} is a class. Pass an instance of {EXPECTED}.")
         if not isinstance(callback, Callback):
-            raise UserError(f"{key}: is a {cls.__qualname__}. Pass an instance of {EXPECTED}.")
+            raise UserError(f"{key}: the value is a {cls.__qualname__}. Pass an instance of {EXPECTED}.")
         entries.append(CallbackEntry(callback, key, f"{cls.__module__}:{cls.__qualname__}"))
     for entry in entries:
         _check(entry)
@@ -48,7 +48,7 @@ def user_callbacks(config: Config, callbacks: Sequence[Callback]) -> list[Callba
 
 
 def _check(entry: CallbackEntry) -> None:
-    """Check the names and arguments of the methods, to find mistakes at start-up and not at the end of a run."""
+    """Check the names and arguments of the methods, so that mistakes raise an error at start-up, not hours later."""
     cls = type(entry.callback)
     methods = []
     for name in dir(cls):

@@ -167,7 +167,7 @@ class Callbacks:
 
     @contextmanager
     def _storing_failure(self, entry: CallbackEntry, method: str) -> Iterator[None]:
-        """Context manager: record an error of a callback. The run ends after all other callbacks have been called."""
+        """Context manager that records an error of a callback. The run ends after all other callbacks were called."""
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything

@@ -35,8 +35,8 @@ def built_in_loggers(config: Config, run: RunFolder) -> list[CallbackEntry]:
 class TensorBoardLogger(Logger):
     """Writes a TensorBoard event file with one event per step.
 
-    torch's `SummaryWriter` is not used: its writer thread dies with a traceback if the disk is full, and it takes more
-    than 1 ms per step if there are many values.
+    torch's `SummaryWriter` is not used, because its writer thread ends with a traceback if the disk is full, and it
+    takes more than 1 ms per step if there are many values.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,8 +83,8 @@ class WandbLogger(Logger):
             import wandb
         except ModuleNotFoundError as error:
             raise UserError(
-                f"log.wandb: {project!r}, but wandb is not installed. Run `{install_command('wandb')}`, or unset "
-                "log.wandb."
+                f"log.wandb: the value is {project!r}, but wandb is not installed. Run `{install_command('wandb')}`, "
+                "or unset log.wandb."
             ) from error
         self._wandb = wandb
         self._project = project

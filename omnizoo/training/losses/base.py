@@ -134,7 +134,7 @@ class Loss:
         """
 
     def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """Return the loss, given logits.
+        """Compute the loss from logits.
 
         Args:
             logits: Logits of the targets, `[targets, vocabulary]`.
@@ -146,7 +146,7 @@ class Loss:
         raise NotImplementedError
 
     def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
-        """Return the loss, given hidden states. Intended for losses that compute a few logits at a time.
+        """Compute the loss from hidden states. Intended for losses that compute a few logits at a time.
 
         Args:
             hidden: Hidden states of the targets, `[targets, width]`.
@@ -160,7 +160,7 @@ class Loss:
         raise NotImplementedError
 
     def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
-        """Return the loss, given the outputs of MoE routers.
+        """Compute the loss from the outputs of MoE routers.
 
         Args:
             records: Router outputs for this rank's tokens, one record per layer.
@@ -199,7 +199,7 @@ class NamedLoss:
         for metric in self.loss.metrics:
             if metric not in sums:
                 raise UserError(
-                    f"{self.who}: {metric!r} is in `metrics`, but not in `metric_sums` after {self.input_kind}. "
+                    f"{self.who}: {metric!r} is in `metrics`, but {self.input_kind} did not set it in `metric_sums`. "
                     f"Set it in {self.input_kind}."
                 )
         return {f"{self.name}/{metric}": sums[metric].detach() for metric in self.loss.metrics}

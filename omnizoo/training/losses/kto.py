@@ -1,4 +1,4 @@
-"""KTO, a loss on labeled responses relative to a baseline that estimates the divergence from the reference."""
+"""KTO, a loss on labeled responses. It compares them with a baseline: the estimated divergence from the reference."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from omnizoo.training.losses.reference_model import ReferenceLoss, ScoringModel
 
 
 class KTO(ReferenceLoss):
-    """Kahneman-Tversky optimization (Ethayarajh et al., 2024), a mean over responses.
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2024), averaged over responses.
 
     With `baseline="kl"`, the baseline is the mean log-ratio of model and reference over the mismatched prompt-response
     pairs of the step, clamped to at least 0. With `baseline="zero"`, the baseline is 0, which is APO-zero

@@ -95,7 +95,8 @@ class ResponseLoss(LogProbabilityLoss):
         self.metric_sums = {}
         for name, value in metric_sums.items():
             self.metric_sums[name] = value.detach().to(dtype) / self.num_sharing
-        # The value is an equal share of the total. The gradient is not divided: it covers only this rank's tokens.
+        # The value is an equal share of the total. The gradient is not divided, because it covers only this rank's
+        # tokens.
         share = total.detach().to(dtype) / self.num_sharing
         return share + (total - total.detach()).to(dtype)
 

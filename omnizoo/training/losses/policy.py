@@ -87,10 +87,10 @@ class Policy(LogProbabilityLoss):
 class GRPO(Policy):
     """Group relative policy optimization (Shao et al., 2024), with one ratio per token. The caller sets the advantages.
 
-    The option `aggregation` is `token` for a mean over all tokens of the step (DAPO, Yu et al., 2025), `sample` for a
-    mean over responses of means over their tokens, as in the original paper, or `constant`, which divides the sum of
-    a response by a fixed `length` (Dr. GRPO, Liu et al., 2025). `beta` is the weight of the divergence from the
-    reference (Schulman's k3 estimate).
+    The option `aggregation` selects how token losses are averaged. `token` averages over all tokens of the step (DAPO,
+    Yu et al., 2025). `sample` averages over the tokens of each response and then over responses, as in the original
+    paper. `constant` divides the sum of each response by a fixed `length` (Dr. GRPO, Liu et al., 2025). `beta` is the
+    weight of the divergence from the reference (Schulman's k3 estimate).
     """
 
     def __init__(self, aggregation: str = "token", length: int | None = None, **options: Any) -> None:
@@ -122,7 +122,7 @@ class GRPO(Policy):
 
 
 class GSPO(Policy):
-    """Group sequence policy optimization (Zheng et al., 2025), a mean over responses.
+    """Group sequence policy optimization (Zheng et al., 2025), averaged over responses.
 
     The ratio of a response is the geometric mean of its token ratios. Its advantage is the mean of its token
     advantages.

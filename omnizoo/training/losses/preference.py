@@ -18,7 +18,7 @@ from omnizoo.training.losses.reference_model import ReferenceLoss
 
 
 class PairLoss(ResponseLoss):
-    """Base class of losses on preference pairs, a mean over pairs.
+    """Base class of losses on preference pairs, averaged over pairs.
 
     Responses are compared by their log-probability, divided by their length if `is_normalized`. The reward of a
     response is `beta` times this value.
@@ -61,9 +61,9 @@ class PairLoss(ResponseLoss):
 class DPO(ReferenceLoss, PairLoss):
     """Direct preference optimization (Rafailov et al., 2023), on the log-ratios of model and reference.
 
-    The option `loss` is `sigmoid`, with `label_smoothing` as in conservative DPO; `ipo` (Azar et al., 2023), on means
-    over tokens unless `length_normalized` is false; or `hinge` (Zhao et al., 2023). For the option `reference`, see
-    `Reference`.
+    The option `loss` is `sigmoid`, with `label_smoothing` as in conservative DPO; `ipo` (Azar et al., 2023); or `hinge`
+    (Zhao et al., 2023). If `length_normalized` (default: only for `ipo`), log-probabilities are divided by the length
+    of their response. For the option `reference`, see `Reference`.
     """
 
     kind = "dpo"
@@ -95,7 +95,7 @@ class DPO(ReferenceLoss, PairLoss):
 
 
 class SimPO(PairLoss):
-    """Simple preference optimization (Meng et al., 2024), on means over tokens, without a reference.
+    """Simple preference optimization (Meng et al., 2024), on mean log-probabilities of tokens, without a reference.
 
     `gamma` is the target margin between the rewards of the chosen and the rejected response.
     """
@@ -111,7 +111,7 @@ class SimPO(PairLoss):
 
 
 class ORPO(PairLoss):
-    """Odds ratio preference optimization (Hong et al., 2024), on means over tokens, without a reference.
+    """Odds ratio preference optimization (Hong et al., 2024), on mean log-probabilities of tokens, without a reference.
 
     The loss is the negative log-likelihood of the chosen response plus `beta` times the odds ratio loss of the pair.
     """
@@ -127,5 +127,6 @@ def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
 
 
 def preference_nll(margin: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the negative log-likelihood of the preferences, assuming that a share `label_smoothing` is wrong."""
+    """Return the negative log-likelihood of preferences. A fraction `label_smoothing` of them is assumed to be
+    wrong."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)

@@ -118,7 +118,8 @@ class Reference:
     def begin_step(self, step: NextStep) -> None:
         """Check whether all responses of the step are cached, and build the reference otherwise.
 
-        Collective: all ranks must call it. All ranks decide the same, because the reference is sharded over them.
+        Collective: all ranks must call it. All ranks make the same decision, because the reference is sharded over
+        them.
         """
         if self.cache is None:
             return
@@ -136,8 +137,8 @@ class Reference:
     def sums(self, batch: LocalBatch) -> torch.Tensor:
         """Return the log-probabilities of complete responses under the reference, `[samples]`.
 
-        Collective: all ranks must call it. Call it before the forward pass of the trained model: with an adapter, both
-        may be the same module.
+        Collective: all ranks must call it. Call it before the forward pass of the trained model, because with an
+        adapter, both may be the same module.
         """
         preferences = batch.preferences
         if self.cache is not None and self.is_step_cached:

@@ -1,8 +1,8 @@
 """Losses on MoE routers. They do not depend on the layout or on the number of micro-batches.
 
-The balance loss is a product of two means over tokens, so the set of tokens must be fixed: one pack. Its value for a
-pack equals `load_balancing_loss_func` of transformers on the tokens of this pack, over all layers. The value for a step
-is the mean over packs.
+The balance loss is a product of two means over tokens, so its value depends on the set of tokens. It is computed for
+each pack. Its value for a pack equals `load_balancing_loss_func` of transformers on the tokens of this pack, over all
+layers. The value for a step is the mean over packs.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +46,9 @@ def balance_sum(
     for record in records:
         logits = at_least_fp32(record.logits)
         membership = is_in_pack.to(logits.dtype)
-        # No autograd graph: counts have no gradient.
+        # Counts have no gradient, so they are not part of the autograd graph.
         is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)
-        # Sums are matmuls: deterministic on every device, and exact for counts below 2^24.
+        # Sums are computed as matmuls, which are deterministic on every device and exact for counts below 2^24.
         loads.append((membership @ is_chosen).to(torch.int64))
         probabilities.append(membership @ logits.softmax(1))
         choices_per_token = record.index.shape[1]
@@ -73,7 +73,7 @@ def router_z_sum(records: Sequence[RouterRecord], pack_of_token: torch.Tensor) -
 
 
 class Balance(Loss):
-    """Load-balancing loss, which favors an even use of experts; a mean over packs."""
+    """Load-balancing loss, averaged over packs. It encourages routers to use all experts equally."""
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.sum_over_sp = partial(mesh.sum_along, "sp")
@@ -86,7 +86,7 @@ class Balance(Loss):
 
 
 class RouterZ(Loss):
-    """Router z-loss, which keeps router logits small; a mean over tokens and layers."""
+    """Router z-loss, averaged over tokens and layers. It keeps router logits small."""
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.num_layers = len(routers(model))

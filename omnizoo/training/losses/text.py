@@ -35,7 +35,7 @@ class HeadLoss(Loss):
 
 
 class CrossEntropy(HeadLoss):
-    """Cross-entropy of the next text token, a weighted mean over targets."""
+    """Cross-entropy of the next text token, averaged over targets with their loss weights."""
 
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, **options: Any) -> None:
         super().__init__(**options)

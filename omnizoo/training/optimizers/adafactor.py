@@ -1,7 +1,7 @@
 """Adafactor. It stores the second moment of a matrix as the product of a column and a row vector, to save memory.
 
-The formulas are those of `torch.optim.Adafactor`, which fails on sharded parameters (torch 2.13): it squares a norm in
-place before the norm has been summed over ranks.
+The formulas are those of `torch.optim.Adafactor`. That class fails on sharded parameters (torch 2.13), because it
+squares a norm in place before the norm has been summed over ranks.
 """
 
 import math
@@ -21,9 +21,9 @@ PIECE_ON_HOST = 2**18  # fits in the cache of a CPU
 class Adafactor(torch.optim.Optimizer):
     """Adafactor for parameters of any shape, sharded or not. Parameters `[..., m, n]` are stacks of matrices.
 
-    The arguments are the same as in torch: `lr` is the largest relative step, `eps` has the lower bounds of the root of
-    the second moment and of the scale of a parameter, and `d` is the clipping threshold of updates. The config checks
-    their values.
+    The arguments are the same as in torch. `lr` is the largest relative step. `eps` contains two lower bounds, for the
+    root of the second moment and for the scale of a parameter. `d` is the clipping threshold of updates. The config
+    checks their values.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Adafactor(torch.optim.Optimizer):
             member.apply_update(update_norm, squared_norm)
 
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter. Its first step creates the state."""
+        """Return the state of a parameter. The state is created in the first step."""
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -90,7 +90,8 @@ class Adafactor(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter during a step. Its methods return sums over the local shard, which the caller sums over ranks."""
+    """A parameter that the current step updates. Its methods return sums over the local shard, which the caller sums
+    over ranks."""
 
     parameter: torch.Tensor
     group: dict[str, Any]

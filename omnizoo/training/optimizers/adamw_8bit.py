@@ -5,7 +5,7 @@ from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
-    """AdamW8bit that converts the learning rate to a tensor: torchao (0.18) compiles its step and requires one."""
+    """AdamW8bit that converts the learning rate to a tensor, because the compiled step of torchao (0.18) needs one."""
 
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:

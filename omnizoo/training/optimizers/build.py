@@ -186,7 +186,7 @@ def _assign_parameters(model: nn.Module, config: Config) -> dict[Choice, Paramet
 
 @contextmanager
 def optimizer_state_offloaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager: offload optimizer state and averaged weights to the CPU, if `parallel.offload` requests it."""
+    """Context manager that offloads optimizer state and averaged weights to the CPU, if the config enables it."""
     if not isinstance(optimizer, OptimizerGroup) or optimizer.offloaded_state is None:
         yield
         return
@@ -224,7 +224,7 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
     if not all(type(part) is ShardAdamW and part.defaults["fused"] for part in parts):
         return False
     if any(p.device != skip.device for part in parts for group in part.param_groups for p in group["params"]):
-        # Offloaded weights: copy explicitly, because torch does not wait for its own copies to the CPU.
+        # The weights are offloaded. Copy explicitly, because torch does not wait for its own copies to the CPU.
         skip = skip.cpu()
         grad_divisor = None if grad_divisor is None else grad_divisor.cpu()
     for part in parts:
@@ -313,7 +313,7 @@ def _accepts_decay(optimizer_class: Any) -> bool:
 def _half_of_muon(choice: Choice, is_matrix: bool) -> Choice:
     """Return the choice for a parameter if the optimizer is `muon`: Muon for matrices, AdamW for all others.
 
-    Each keeps only those options that apply to it.
+    Only the options that apply to the chosen optimizer are kept.
     """
     options = {}
     for name, value in json.loads(choice.options).items():
@@ -350,7 +350,7 @@ def _build(
 
     arguments = choice.arguments | {"lr": config.train.lr}
     if accepts_decay:
-        arguments["weight_decay"] = config.optimizer.weight_decay  # only a default: each parameter group sets its own
+        arguments["weight_decay"] = config.optimizer.weight_decay  # only a default; each parameter group sets its own
     if choice.kind == "muon" and config.train.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
     if choice.kind == BF16:

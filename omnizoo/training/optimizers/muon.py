@@ -1,7 +1,7 @@
 """Muon: orthogonalized momentum (Keller Jordan), scaled as in "Muon is Scalable for LLM Training".
 
-`torch.optim.Muon` (2.13) is not used: it always computes in bf16, does not accept stacks of experts, and gathers every
-sharded matrix on every rank in each of its matmuls.
+`torch.optim.Muon` (2.13) is not used, because it always computes in bf16, does not accept stacks of experts, and
+gathers every sharded matrix on every rank in each of its matmuls.
 """
 
 import math

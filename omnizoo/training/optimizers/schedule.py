@@ -52,5 +52,7 @@ def _plugin_rate(train: TrainSection, step: int) -> float:
             f"train.schedule: {spec} failed at step {step}: {named_line(error)}. Fix the function."
         ) from error
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise UserError(f"train.schedule: {spec} returned {rate!r} at step {step}. Expected {EXPECTED}, at least 0.")
+        raise UserError(
+            f"train.schedule: {spec} returned {rate!r} at step {step}. Expected a finite number, at least 0."
+        )
     return float(rate)

@@ -72,13 +72,13 @@ class Profiler:
         self._step_range.close()
         if self._recording is None:
             return
-        if kind is None:  # the run ended before the last step to record
+        if kind is None:  # the run ended before the last step of `log.profile`
             self._finish()
         else:
             self._recording.close()
 
     def _start_recording(self) -> ExitStack:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 prints to stderr when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # by default, torch 2.13 prints to stderr
         self._profile = profile(activities=recorded_activities(self._objective.mesh.device), record_shapes=True)
         recording = ExitStack()
         recording.enter_context(patch.object(self._objective.phases, "enter", self._name_phase))
@@ -88,7 +88,7 @@ class Profiler:
 
     @contextmanager
     def _name_phase(self, phase: str) -> Iterator[None]:
-        """Context manager: open a range named after all open phases, such as `evaluation/forward`."""
+        """Context manager that opens a range named after all open phases, such as `evaluation/forward`."""
         if self._open_phases[-1:] == [phase]:
             yield
             return
@@ -128,7 +128,7 @@ def recorded_activities(device: torch.device) -> list[ProfilerActivity]:
 
 @contextmanager
 def named_modules(model: nn.Module) -> Iterator[None]:
-    """Context manager: make the forward pass of each module a named range.
+    """Context manager that makes the forward pass of each module a named range.
 
     A compiled module gets a single range, because hooks on its submodules would force a recompilation.
     """

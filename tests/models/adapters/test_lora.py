@@ -375,7 +375,7 @@ def test_adapter_of_different_base_raises_with_first_difference(
         assert says in fails({"path": str(folder)})
         (folder / "adapter_config.json").write_text(json.dumps(settings))
     (folder / "adapter_model.safetensors").write_bytes(b"short")
-    assert "adapter_model.safetensors: damaged" in fails({"path": str(folder)})
+    assert "adapter_model.safetensors: the file is damaged" in fails({"path": str(folder)})
 
 
 def test_checkpoint_of_different_base_and_merge_without_adapter_raise(

@@ -432,7 +432,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
     ({"prompt": "a", "rejected": "b"}, "`chosen` is missing"),
     ({"chosen": "a", "rejected": "b"}, "needs `prompt`"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected`"),
     ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "`prompt` and `messages`"),
     (
         {"chosen": [USER, YES], "rejected": [USER | {"content": "else"}, NO]},

@@ -385,7 +385,7 @@ def test_media_without_likelihood_is_a_bad_row(tmp_path: Path, monkeypatch: pyte
             reader.renderer.render(row, find=partial(reader.sources[0].find, 0))
         assert "\n" not in str(caught.value)
     both = [said(part("series", np.ones(4))) for _ in range(2)]
-    with pytest.raises(BadRow, match="`chosen` and `rejected` are equal"):
+    with pytest.raises(BadRow, match="`chosen` and `rejected`"):
         reader.renderer.render({"messages": [USER], "chosen": [both[0]], "rejected": [both[1]]})
 
 
