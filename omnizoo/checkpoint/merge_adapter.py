@@ -1,4 +1,4 @@
-"""Load the base model of an adapter, for exports that merge the adapter into it."""
+"""Load the base model of an adapter, for exports and generation that merge the adapter into it."""
 
 import logging
 from functools import partial
@@ -13,10 +13,12 @@ from omnizoo.config.load import load_config
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.models.adapters.base_identity import base_identity, check_base_identity
+from omnizoo.models.adapters.lora import attached, merge
+from omnizoo.models.adapters.peft_files import base_of, read_factors
 from omnizoo.models.build import build_model
 from omnizoo.models.media.hf_model import media_model
 from omnizoo.models.user_module import is_own_module, tensors_of
-from omnizoo.models.weights.load import load_published, weight_origins
+from omnizoo.models.weights.load import load_published, load_whole, weight_origins
 from omnizoo.models.weights.random_init import initial_weights
 from omnizoo.parallel.fsdp.fill import allocate, fill
 
@@ -37,7 +39,8 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     state = manifest.read_state(source, manifest.read(source))
     if is_own_module(config.model) or config.model.given is not None:
         raise UserError(f"--merge: the base model of {source} is a user module. Merge the adapter in Python.")
-    check_base_identity(state["adapter"]["base"], base_identity(config), f"--merge: {source}")
+    identity = base_identity(config.model, config.train.seed)
+    check_base_identity(state["adapter"]["base"], identity, f"--merge: {source}")
     adapter = config.model.adapter
     if adapter is not None and adapter.base is not None:
         log.warning(
@@ -57,3 +60,34 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     assert isinstance(model, PreTrainedModel)
     persistent = set(model.state_dict())
     return model, {name: tensor.detach() for name, tensor in tensors_of(model) if name in persistent}
+
+
+def load_merged(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the base model in `spec.path` on the CPU, and merge the PEFT adapter in `spec.adapter.path` into it.
+
+    Raises:
+        UserError: If the adapter was trained on another base model, or cannot be merged.
+    """
+    assert spec.adapter is not None
+    assert spec.adapter.path is not None
+    folder = Path(spec.adapter.path)
+    skeleton = build_model(spec, "fp32")  # raises an error if the adapter does not fit the model
+    check_base_identity(base_of(folder), base_identity(spec, seed=0), str(folder))
+    adapter = attached(skeleton)
+    assert adapter is not None
+
+    model = load_whole(spec.model_copy(update={"adapter": None}), dtype)
+    weights = dict(tensors_of(model))
+    merged = dict(weights)
+    merge(model, merged, adapter, dict(read_factors(adapter)))
+    changed = {name: tensor for name, tensor in merged.items() if tensor is not weights.get(name)}
+    with torch.no_grad():
+        for name, tensor in changed.items():
+            model.get_parameter(name).copy_(tensor)
+    for name, tensor in changed.items():
+        if not torch.equal(model.get_parameter(name), tensor.to(dtype)):
+            raise UserError(
+                f"{folder}: the adapter has separate values for {name}, which is tied to another weight of the base. "
+                "Merge the adapter with PEFT, and pass the merged folder."
+            )
+    return model

@@ -7,8 +7,9 @@ import argparse
 import json
 import math
 import sys
-import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,8 +18,8 @@ from omnizoo.config.errors import UserError
 
 if TYPE_CHECKING:
     from omnizoo.data.sample import RenderedRow
-    from omnizoo.generation.chat_model import ChatModel
-    from omnizoo.generation.generate import GeneratedPiece
+    from omnizoo.generation.chat_model import ChatModel, Request
+    from omnizoo.generation.generate import GeneratedPiece, Outcome
 
 MAX_PROMPT_LENGTH = 72  # with several prompts, at most this many characters of each are printed before its response
 UNFINISHED = "\ufffd"  # ends a text whose last character is incomplete
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL_DIR",
         type=path_argument,
-        help="Hugging Face folder, such as an export; or a run or checkpoint, which is exported temporarily",
+        help="Hugging Face folder, such as an export; adapter folder, which is merged into its base model; or run or "
+        "checkpoint, which is exported temporarily",
     )
     parser.add_argument(
         "--messages",
@@ -79,45 +81,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="nucleus sampling: cumulative probability to sample from (default: 1.0)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed of each response (default: 0)")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=8,
+        help="maximum number of responses to generate at once; more need more memory (default: 8)",
+    )
     parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
     parser.add_argument(
         "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="folder of the base model of an adapter folder (default: the folder that adapter_config.json names)",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="MODULE:NAME",
+        help="recipe of a model family without a built-in one (default: that of the run, if --allow-code allows it)",
     )
     allow_code(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate a response to each prompt, and return 0."""
-    check_arguments(args)
-    rows = list(args.prompt) if args.messages is None else read_messages(args.messages)
-    with ExitStack() as stack:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()  # it would be printed between the responses
-        folder = as_folder(args, stack)
-        from omnizoo.generation.chat_model import load_chat_model
-        from omnizoo.ops.device import pick_device
-
-        model = load_chat_model(
-            folder, pick_device(0), allow_code=args.allow_code, trust_remote_code=args.trust_remote_code
-        )
-        check_speech(args, model)
-        if model.media.speaker_format is not None and args.speaker is not None:
-            rows = [{"messages": [{"role": args.speaker, "content": prompt}]} for prompt in args.prompt]
-        responses: TextIO | None = None
-        if args.out.suffix == ".jsonl":
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            responses = stack.enter_context(args.out.open("w", encoding="utf-8"))
-        for number, row in enumerate(rows):
-            record = respond(model, row, number, len(rows), args)
-            if responses is not None:
-                responses.write(json.dumps(record, ensure_ascii=False) + "\n")
-                responses.flush()
+    fields = {name: value for name, value in vars(args).items() if name in GenerateSettings.__dataclass_fields__}
+    generate(args.model, GenerateSettings(**fields), is_printed=True)
     return 0
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Settings of `omnizoo generate`. The help texts of its flags describe them."""
+
+    prompt: Sequence[str] = ()
+    messages: Path | None = None
+    out: Path = Path("generated")
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    batch: int = 8
+    speaker: str | None = None
+    no_speech: bool = False
+    base: str | None = None
+    recipe: str | None = None
+    allow_code: Sequence[str] = ()
+    trust_remote_code: bool = False
+
+
+def generate(folder: Path, settings: GenerateSettings, is_printed: bool = False) -> list[dict[str, Any]]:
+    """Generate a response to each prompt.
+
+    Args:
+        folder: Hugging Face folder, adapter folder, run folder or checkpoint.
+        settings: Prompts, sampling and permissions.
+        is_printed: Whether to print the responses.
+
+    Returns:
+        A record for each prompt, with `prompt`, `answer`, `expected` (if the row has one) and `items`, the files of
+        generated media.
+
+    Raises:
+        UserError: If the settings, the folder or a prompt cannot be used.
+    """
+    check_settings(settings)
+    rows = list(settings.prompt) if settings.messages is None else read_messages(settings.messages)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would be printed between the responses
+    from omnizoo.generation.chat_model import chat_model_of
+    from omnizoo.generation.model_folder import FolderOptions, model_section
+    from omnizoo.ops.device import pick_device
+
+    options = FolderOptions(settings.allow_code, settings.trust_remote_code, settings.recipe, settings.base)
+    note = print_note if is_printed else lambda line: None
+    with ExitStack() as stack:
+        spec = stack.enter_context(model_section(folder, options, note))
+        model = chat_model_of(spec, pick_device(0))
+        check_speech(folder, settings, model)
+        if model.media.speaker_format is not None and settings.speaker is not None:
+            rows = [{"messages": [{"role": settings.speaker, "content": prompt}]} for prompt in settings.prompt]
+        file: TextIO | None = None
+        if settings.out.suffix == ".jsonl":
+            settings.out.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(settings.out.open("w", encoding="utf-8"))
+        return Responder(model, rows, settings, is_printed, file).run()
+
+
+def print_note(line: str) -> None:
+    """Print a line that is not part of the responses."""
+    print(line, file=sys.stderr)
+
+
+def check_settings(args: GenerateSettings) -> None:
     """Raise `UserError` for values that argparse does not check."""
     if (args.messages is None) == (not args.prompt):
         raise UserError("--prompt: set one of --messages FILE and --prompt TEXT.")
@@ -131,10 +192,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--max-tokens: {args.max_tokens}; expected an integer >= 1")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed: {args.seed}; expected an integer from 0 to 2^63 - 1")
+    if args.batch < 1:
+        raise UserError(f"--batch: {args.batch}; expected an integer >= 1")
     check_out(args)
 
 
-def check_out(args: argparse.Namespace) -> None:
+def check_out(args: GenerateSettings) -> None:
     """Raise `UserError` if `--out` is neither a folder nor a JSONL file."""
     is_file = args.out.suffix == ".jsonl"
     if is_file and args.out.is_dir():
@@ -145,87 +208,167 @@ def check_out(args: argparse.Namespace) -> None:
         )
 
 
-def check_speech(args: argparse.Namespace, model: "ChatModel") -> None:
+def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel") -> None:
     """Raise `UserError` if `--speaker` or `--no-speech` does not apply to this model."""
     speaker_format = model.media.speaker_format
     can_speak = bool(model.media.modules_of("follower")) or speaker_format is not None
     if args.speaker is not None and args.no_speech:
         raise UserError(f"--speaker: {args.speaker}, but --no-speech is also set. Remove one of them.")
     if args.speaker is not None and not can_speak:
-        raise UserError(f"--speaker: {args.speaker}, but {args.model} cannot speak. Remove --speaker.")
+        raise UserError(f"--speaker: {args.speaker}, but {folder} cannot speak. Remove --speaker.")
     if speaker_format is not None and args.no_speech:
-        raise UserError(f"--no-speech: {args.model} only speaks. Remove --no-speech.")
+        raise UserError(f"--no-speech: {folder} only speaks. Remove --no-speech.")
     if speaker_format is not None and args.speaker is not None and args.messages is not None:
         raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 
 
-def respond(model: "ChatModel", row: Any, number: int, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Print the response to row `number` of `num_rows`, and return its record for the JSONL file."""
-    import torch
+@dataclass(frozen=True)
+class PromptOfRow:
+    """A rendered prompt, its text, and the expected response of the row, if it has one."""
 
-    from omnizoo.modalities.sampling import Sampling
-
-    is_only_prompt = num_rows == 1
-    name = "the prompt" if is_only_prompt else row_name(number, args)
-    prompt, prompt_text, expected = read_prompt(model, row, name, args)
-    if not is_only_prompt:
-        line = " ".join(prompt_text.split())
-        ellipsis = "..." if len(line) > MAX_PROMPT_LENGTH else ""
-        print(f"--- {line[:MAX_PROMPT_LENGTH]}{ellipsis}".translate(CONTROL))
-
-    generator = torch.Generator(model.model.device).manual_seed(args.seed)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, generator)
-    media_folder = args.out.with_suffix("") if args.out.suffix == ".jsonl" else args.out
-    if not is_only_prompt:
-        media_folder /= str(number)
-    terminal = Terminal(model, media_folder)
-    follower_options = None if args.no_speech else {"speaker": args.speaker}
-    pieces = model.answer(prompt, sampling, args.max_tokens, terminal.show, follower_options)
-    terminal.end()
-
-    record = {"prompt": prompt_text, "answer": model.text(pieces)}
-    if expected is not None:
-        record["expected"] = expected
-    return record | {"items": terminal.files}
+    prompt: "RenderedRow"
+    text: str
+    expected: str | None
 
 
-def row_name(number: int, args: argparse.Namespace) -> str:
-    """Return the name of a prompt in messages, counted from 1."""
-    if args.messages:
-        return f"--messages {args.messages}: row {number + 1}"
-    return f"--prompt {number + 1}"
+class Responder:
+    """Generates the responses to all prompts, and prints and writes them in the order of the prompts."""
+
+    def __init__(
+        self,
+        model: "ChatModel",
+        rows: Sequence[Any],
+        settings: GenerateSettings,
+        is_printed: bool,
+        file: TextIO | None,
+    ) -> None:
+        """Render the prompts.
+
+        Args:
+            model: The model.
+            rows: Prompts, as text or as rows with messages.
+            settings: Sampling and output.
+            is_printed: Whether to print the responses.
+            file: The JSONL file for responses; None for none.
+
+        Raises:
+            UserError: If a prompt cannot be used.
+        """
+        self.model = model
+        self.settings = settings
+        self.file = file
+        self.has_one = len(rows) == 1
+        self.prompts = [self._read(row, number) for number, row in enumerate(rows)]
+        self.terminals = [self._terminal(number, is_printed) for number in range(len(rows))]
+
+    def run(self) -> list[dict[str, Any]]:
+        """Generate the responses, and return their records."""
+        # With one response at a time, its pieces are printed as they grow, otherwise when it is next in order.
+        is_streamed = self.has_one or self.settings.batch == 1
+        requests = (self._request(number, is_streamed) for number in range(len(self.prompts)))
+        followed = None if self.settings.no_speech else {"speaker": self.settings.speaker}
+        finished: dict[int, Outcome] = {}
+        records: list[dict[str, Any]] = []
+        for number, outcome in self.model.answers(requests, self.settings.max_tokens, self.settings.batch, followed):
+            finished[number] = outcome
+            while len(records) in finished:
+                records.append(self._end(len(records), finished.pop(len(records)), is_streamed))
+        return records
+
+    def _read(self, row: Any, number: int) -> PromptOfRow:
+        """Render the prompt of a row."""
+        from omnizoo.data.rendering.template_limits import memory_limits
+        from omnizoo.data.row import BadRow
+        from omnizoo.data.sources.base import MediaFolder
+        from omnizoo.modalities.media import BadMedia
+
+        messages = self.settings.messages
+        try:
+            with memory_limits():
+                if isinstance(row, str):
+                    return PromptOfRow(self.model.renderer.prompt(row), row, None)
+                media = MediaFolder(messages.parent if messages else Path(), None)
+                question = self.model.renderer.question(row, media.find)
+        except (BadRow, BadMedia) as reason:
+            raise UserError(f"{self._name(number)} cannot be used: {reason}{self.model.recipe_hint()}") from None
+        return PromptOfRow(question.prompt, question.shown, question.expected)
+
+    def _name(self, number: int) -> str:
+        """Return the name of a prompt in messages, counted from 1."""
+        if self.has_one:
+            return "the prompt"
+        if self.settings.messages:
+            return f"--messages {self.settings.messages}: row {number + 1}"
+        return f"--prompt {number + 1}"
+
+    def _terminal(self, number: int, is_printed: bool) -> "Terminal":
+        """Return the printer of a response."""
+        out = self.settings.out
+        media_folder = out.with_suffix("") if out.suffix == ".jsonl" else out
+        if not self.has_one:
+            media_folder /= str(number)
+        return Terminal(self.model, media_folder, write_stdout if is_printed else lambda text: None)
+
+    def _request(self, number: int, is_streamed: bool) -> "Request":
+        """Return the request for a response. Its random numbers depend only on the seed."""
+        from omnizoo.generation.chat_model import Request
+        from omnizoo.modalities.sampling import Sampling
+
+        settings = self.settings
+        generator = self.model.seeded(settings.seed)
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, generator)
+        prompt = self.prompts[number].prompt
+        if not is_streamed:
+            return Request(prompt, sampling)
+        self._print_title(number)
+        return Request(prompt, sampling, self.terminals[number].show)
+
+    def _print_title(self, number: int) -> None:
+        """Print the beginning of a prompt, if there are several."""
+        if not self.has_one:
+            line = " ".join(self.prompts[number].text.split())
+            ellipsis = "..." if len(line) > MAX_PROMPT_LENGTH else ""
+            self.terminals[number].write(f"--- {line[:MAX_PROMPT_LENGTH]}{ellipsis}".translate(CONTROL) + "\n")
+
+    def _end(self, number: int, outcome: "Outcome", is_streamed: bool) -> dict[str, Any]:
+        """Print a finished response, unless it was streamed, and return its record."""
+        terminal = self.terminals[number]
+        if isinstance(outcome, UserError):
+            raise UserError(f"{self._name(number)} cannot be used: {outcome}" if not self.has_one else str(outcome))
+        if not is_streamed:
+            self._print_title(number)
+            for piece in outcome:
+                terminal.show(piece)
+        terminal.end()
+        prompt = self.prompts[number]
+        record: dict[str, Any] = {"prompt": prompt.text, "answer": self.model.text(outcome)}
+        if prompt.expected is not None:
+            record["expected"] = prompt.expected
+        record["items"] = terminal.files
+        if self.file is not None:
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.file.flush()
+        return record
 
 
-def read_prompt(
-    model: "ChatModel", row: Any, name: str, args: argparse.Namespace
-) -> tuple["RenderedRow", str, str | None]:
-    """Return the rendered prompt, its text, and the expected response of the row, if it has one."""
-    from omnizoo.data.rendering.template_limits import memory_limits
-    from omnizoo.data.row import BadRow
-    from omnizoo.data.sources.base import MediaFolder
-    from omnizoo.modalities.media import BadMedia
-
-    try:
-        with memory_limits():
-            if isinstance(row, str):
-                return model.renderer.prompt(row), row, None
-            media = MediaFolder(args.messages.parent if args.messages else Path(), None)
-            question = model.renderer.question(row, media.find)
-    except (BadRow, BadMedia) as reason:
-        raise UserError(f"{name} cannot be used: {reason}") from None
-    return question.prompt, question.shown, question.expected
+def write_stdout(text: str) -> None:
+    """Print text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 class Terminal:
     """Prints pieces during generation: the new characters of a text, or the file name of a media item."""
 
-    def __init__(self, model: "ChatModel", media_folder: Path) -> None:
+    def __init__(self, model: "ChatModel", media_folder: Path, write: Callable[[str], None] = write_stdout) -> None:
         """Create a printer.
 
         Args:
             model: The model, which decodes text and saves media.
             media_folder: Folder for generated media.
+            write: Prints text.
         """
+        self.write = write
         self.model = model
         self.media_folder = media_folder
         self.piece: GeneratedPiece | None = None
@@ -255,39 +398,14 @@ class Terminal:
             return
         if self.piece.modality == "text":
             self._print(self.model.decode(self.piece))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        self.write("\n")
         self.piece = None
 
     def _print(self, text: str) -> None:
         """Print the characters of `text` that were not printed before."""
         new_text = text[len(self.text) :]
-        sys.stdout.write(new_text.translate(CONTROL))
-        sys.stdout.flush()
+        self.write(new_text.translate(CONTROL))
         self.text = text
-
-
-def as_folder(args: argparse.Namespace, stack: ExitStack) -> Path:
-    """Return the folder of the model. A run or checkpoint is exported to a temporary folder that `stack` deletes."""
-    from omnizoo.checkpoint.resume import checkpoints_in, is_checkpoint
-
-    path: Path = args.model
-    if not path.is_dir() or (path / "config.json").is_file():
-        return path
-    if not is_checkpoint(path) and not any(checkpoints_in(path).glob("step_*")):
-        raise UserError(
-            f"{path}: neither config.json nor a checkpoint found. Pass a Hugging Face folder, a run "
-            "folder or a checkpoint."
-        )
-    from omnizoo.checkpoint.export import export, has_adapter
-    from omnizoo.checkpoint.merge_adapter import base_weights
-
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnizoo-"))) / "model"
-    base = base_weights if has_adapter(path) else None
-    exported = export(path, folder, allow_code=args.allow_code, trust_remote_code=args.trust_remote_code, base=base)
-    merged = ", with its adapter merged," if base else ""
-    print(f"{exported.checkpoint}{merged} is exported to a temporary folder", file=sys.stderr)
-    return folder
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:

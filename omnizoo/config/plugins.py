@@ -4,7 +4,7 @@ Only code that the config names is imported. Each mistake is reported in one lin
 expected kind. Names are checked before torch is imported.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -15,6 +15,7 @@ from pydantic import AfterValidator
 
 from omnizoo.config.errors import UserError, named_line
 
+PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # keys that may name a plugin, in any section
 # Errors that user code may raise when it is imported or called.
 CODE_ERRORS = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
@@ -172,3 +173,36 @@ def _parameter_names(target: Callable[..., Any]) -> str:
         name_and_type = str(parameter).partition("=")[0]
         names.append(name_and_type.partition(":")[0])
     return f"({', '.join(names)})"
+
+
+def check_allowed(settings: Any, allow_code: Sequence[str], file: str, alternative: str) -> None:
+    """Check that the command line allows all code that a file from a possibly untrusted source names.
+
+    Args:
+        settings: The config in the file, or a part of it, as plain values.
+        allow_code: Modules that the command line allows, with their submodules.
+        file: Name of the file, for messages.
+        alternative: What to do instead of `--allow-code`, for messages.
+
+    Raises:
+        UserError: If a plugin is not allowed.
+    """
+    for name in named_code(settings):
+        module = name.partition(":")[0]
+        if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in allow_code):
+            raise UserError(
+                f"{file}: the plugin {name} is not allowed. If you trust it, add --allow-code {module}, or "
+                f"{alternative}."
+            )
+
+
+def named_code(value: Any, key: str = "") -> Iterator[str]:
+    """Yield every plugin name (`package.module:name`) in a config."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from named_code(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from named_code(inner, key)
+    elif key in PLUGIN_KEYS and isinstance(value, str) and ":" in value:
+        yield value

@@ -1,7 +1,7 @@
 """Generate responses to chat messages. Messages are rendered as in training, and a response is a list of pieces."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +9,41 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.checkpoint.merge_adapter import load_merged
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.data.rendering.renderer import HERE, Renderer
 from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow
 from omnizoo.data.sources.base import MediaFolder
-from omnizoo.generation.generate import GeneratedPiece, GenerativeModel, OnPiece
+from omnizoo.generation.conversation import JointSupport
+from omnizoo.generation.generate import GeneratedPiece, GenerativeModel, OnPiece, Outcome, PreparedPrompt
+from omnizoo.generation.model_folder import FolderOptions, model_section
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.build import check_vocabulary
 from omnizoo.models.media.hf_model import media_model
+from omnizoo.models.media.model_inputs import unread_inputs
 from omnizoo.models.read_config import load_tokenizer
 from omnizoo.models.weights.load import load_whole
+
+BATCH = 8  # default number of responses that are generated at once
+
+
+@dataclass(frozen=True)
+class Request:
+    """A rendered prompt to respond to.
+
+    Args:
+        prompt: Prompt from the renderer.
+        sampling: Temperature, top-k, top-p, and a generator that no other request uses.
+        on_piece: Called with a piece of the response whenever it grows.
+    """
+
+    prompt: RenderedRow
+    sampling: Sampling
+    on_piece: OnPiece = lambda piece: None
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,7 @@ class ChatModel(GenerativeModel):
     """A trained, unsharded model on one device that responds to chat messages."""
 
     renderer: Renderer
+    support: JointSupport = field(default_factory=JointSupport)  # whether several responses can be generated at once
 
     def write(
         self,
@@ -56,11 +78,63 @@ class ChatModel(GenerativeModel):
         Raises:
             UserError: If the prompt is empty, or its messages or media cannot be used.
         """
+        return self.answer(self.prompt(messages, folder), sampling, max_tokens, followed=followed)
+
+    def write_all(
+        self,
+        conversations: Sequence[list[dict[str, Any]] | str],
+        sampling: Sampling | None = None,
+        max_tokens: int = 256,
+        folder: MediaFolder = HERE,
+        seed: int = 0,
+        batch: int = BATCH,
+    ) -> list[list[GeneratedPiece]]:
+        """Generate the responses to several conversations, `batch` of them at once.
+
+        Each response has its own random generator. It does not depend on the other conversations.
+
+        Args:
+            conversations: The messages of each conversation (see `write`).
+            sampling: Temperature, top-k and top-p. Its generator is not used.
+            max_tokens: See `write`.
+            folder: See `write`.
+            seed: Seed of the random generator of each response.
+            batch: Maximum number of responses to generate at once.
+
+        Returns:
+            The pieces of each response.
+
+        Raises:
+            UserError: If a prompt is empty, or its messages or media cannot be used.
+        """
+        settings = sampling or Sampling()
+        prompts = [self.prompt(messages, folder) for messages in conversations]
+        requests = [Request(prompt, replace(settings, generator=self.seeded(seed))) for prompt in prompts]
+        responses: dict[int, list[GeneratedPiece]] = {}
+        for number, outcome in self.answers(requests, max_tokens, batch):
+            if isinstance(outcome, UserError):
+                raise outcome
+            responses[number] = outcome
+        return [responses[number] for number in range(len(prompts))]
+
+    def prompt(self, messages: list[dict[str, Any]] | str, folder: MediaFolder = HERE) -> RenderedRow:
+        """Render messages as a prompt. Media paths are relative to `folder`."""
         try:
-            prompt = self.renderer.prompt(messages, folder.find)
+            return self.renderer.prompt(messages, folder.find)
         except (BadRow, BadMedia) as reason:
-            raise UserError(f"prompt: {reason}") from None
-        return self.answer(prompt, sampling, max_tokens, followed=followed)
+            raise UserError(f"prompt: {reason}{self.recipe_hint()}") from None
+
+    def seeded(self, seed: int) -> torch.Generator:
+        """Return a random generator on the device of the model."""
+        return torch.Generator(self.model.device).manual_seed(seed)
+
+    def recipe_hint(self) -> str:
+        """Return a hint for a model that reads media but has no recipe; empty for all other models."""
+        inputs = [] if self.media.ports else unread_inputs(self.model)
+        if not inputs:
+            return ""
+        family = type(self.model).__name__
+        return f" {family} reads {', '.join(inputs)}, but has no recipe. Name one with --recipe (recipe= in Python)."
 
     def answer(
         self,
@@ -85,27 +159,72 @@ class ChatModel(GenerativeModel):
         Raises:
             UserError: If the prompt is empty or its media cannot be used.
         """
+        request = Request(prompt, sampling or Sampling(), on_piece)
+        ((_, outcome),) = self.answers([request], max_tokens, batch=1, followed=followed)
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
+    def answers(
+        self,
+        requests: Iterable[Request],
+        max_tokens: int = 256,
+        batch: int = BATCH,
+        followed: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Generate the responses to rendered prompts, `batch` of them at once.
+
+        Args:
+            requests: The prompts. They are read when there is room for them.
+            max_tokens: See `write`.
+            batch: Maximum number of responses to generate at once. Followers process one response at a time.
+            followed: See `write`.
+
+        Yields:
+            The number of a prompt, and its pieces or the reason why there is no response, in the order in which the
+            responses are finished.
+        """
+        prepared: dict[int, PreparedPrompt] = {}
+
+        def prepare_all() -> Iterator[PreparedPrompt | UserError]:
+            for number, request in enumerate(requests):
+                try:
+                    prepared[number] = self._prepare(request)
+                except UserError as reason:
+                    yield reason
+                else:
+                    yield prepared[number]
+
+        for number, outcome in self.generate(prepare_all(), max_tokens, self._end_of_turn(), batch, self.support):
+            prompt = prepared.pop(number, None)
+            if followed is not None and prompt is not None and not isinstance(outcome, UserError):
+                outcome = outcome + self._follow(prompt, outcome, followed)
+            yield number, outcome
+
+    def _prepare(self, request: Request) -> PreparedPrompt:
+        """Prepare the media of a prompt for the encoders."""
+        if not len(request.prompt):
+            raise UserError("prompt: empty. Pass at least one token.")
         try:
             items = [
                 replace(item, inputs=find_module(self.modalities, item.port).prepare(item.media))
-                for item in prompt.items
+                for item in request.prompt.items
             ]
         except BadMedia as reason:
             raise UserError(f"prompt: {reason}") from None
-        if not len(prompt):
-            raise UserError("prompt: empty. Pass at least one token.")
+        return PreparedPrompt(request.prompt.input_ids.tolist(), items, request.sampling, request.on_piece)
 
-        sampling = sampling or Sampling()
-        ids = prompt.input_ids.tolist()
-        pieces = self.generate(ids, items, max_tokens, sampling, self._end_of_turn(), on_piece)
+    def _follow(
+        self, prompt: PreparedPrompt, pieces: Sequence[GeneratedPiece], followed: Mapping[str, Any]
+    ) -> list[GeneratedPiece]:
+        """Run the followers on a prompt and the text of its response."""
         response = [token for piece in pieces for token in piece.ids]
-        if followed is None or not response:
-            return pieces
-
-        follower_pieces = self.follow([*ids, *response], items, followed, sampling)
+        if not response:
+            return []
+        follower_pieces = self.follow([*prompt.ids, *response], prompt.items, followed, prompt.sampling)
         for piece in follower_pieces:
-            on_piece(piece)
-        return pieces + follower_pieces
+            prompt.on_piece(piece)
+        return follower_pieces
 
     def save(self, piece: GeneratedPiece, stem: Path) -> str:
         """Write a generated media item to a file whose path starts with `stem`, and return the path."""
@@ -140,30 +259,48 @@ def load_chat_model(
     dtype: torch.dtype = torch.float32,
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
+    recipe: str | None = None,
+    base: str | None = None,
 ) -> ChatModel:
-    """Load a chat model from a Hugging Face folder, such as one that `omnizoo export` wrote.
+    """Load a chat model.
 
     Args:
-        folder: Folder with config, weights and tokenizer.
+        folder: A Hugging Face folder, such as one that `omnizoo export` wrote; the folder of a PEFT adapter, which is
+            merged into its base model; or a run folder or checkpoint, whose weights are exported temporarily.
         device: Device of the model. Default: CPU.
         dtype: Dtype of the weights.
-        allow_code: Python modules that the folder may name as encoders and decoders.
+        allow_code: Python modules that the folder may import code from.
         trust_remote_code: Whether to run Python code from the folder.
+        recipe: `package.module:RECIPE` for a model family without a built-in recipe. Default: that of the run.
+        base: For an adapter: folder of its base model. Default: the folder that the adapter names.
 
     Returns:
         The model in evaluation mode, with its tokenizer and renderer.
+
+    Raises:
+        UserError: If the folder contains no model, cannot be used, or names code that is not allowed.
     """
-    spec = ModelSection(path=str(folder), allow_code=list(allow_code), trust_remote_code=trust_remote_code)
-    model = load_whole(spec, dtype)
+    with model_section(Path(folder), FolderOptions(allow_code, trust_remote_code, recipe, base)) as spec:
+        return chat_model_of(spec, device, dtype)
+
+
+def chat_model_of(spec: ModelSection, device: torch.device | None, dtype: torch.dtype = torch.float32) -> ChatModel:
+    """Load the chat model that `spec` describes: a Hugging Face folder, with or without an adapter to merge."""
+    model = load_whole(spec, dtype) if spec.adapter is None else load_merged(spec, dtype)
     nn.Module.to(model, device or torch.device("cpu"))
     return chat_model_from(model, spec, load_tokenizer(spec))
 
 
-def chat_model_from(model: PreTrainedModel, spec: ModelSection, tokenizer: Any) -> ChatModel:
-    """Build a chat model from an unsharded transformers model whose weights are loaded."""
+def chat_model_from(
+    model: PreTrainedModel, spec: ModelSection, tokenizer: Any, support: JointSupport | None = None
+) -> ChatModel:
+    """Build a chat model from an unsharded transformers model whose weights are loaded.
+
+    `support` is that of an earlier copy of the same model, which has possibly been checked.
+    """
     check_vocabulary(model, tokenizer)
     media = media_model(model)
     modalities = media.modalities(spec)
     media.attach(spec)
     renderer = Renderer(tokenizer, False, modalities, ignore=["*"], turns=media.speaker_format)
-    return ChatModel(model.eval(), media, tokenizer, modalities, renderer)
+    return ChatModel(model.eval(), media, tokenizer, modalities, renderer, support or JointSupport())

@@ -9,6 +9,7 @@ from omnizoo.config.schema import Config
 from omnizoo.models.build import MASTER_DTYPE
 from omnizoo.models.hf_private import auto_class
 from omnizoo.models.read_config import read_model_config
+from omnizoo.models.recipe import store_recipe
 from omnizoo.models.user_module import tensors_of
 from omnizoo.ops.device import is_host
 from omnizoo.parallel.errors import sync_errors
@@ -52,4 +53,5 @@ def _empty_copy(config: Config, device: torch.device) -> PreTrainedModel:
     with torch.random.fork_rng(devices=rng_devices), device:
         copy = builder.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
     assert isinstance(copy, PreTrainedModel)
+    store_recipe(copy, config.model)
     return nn.Module.to(copy, dtype)

@@ -1,26 +1,25 @@
-"""Generate text and media, one token or target at a time, with a KV cache.
+"""Generate text and media, one token or target at a time, with a KV cache, for one or several prompts.
 
 After the begin token of a modality, its decoder generates the item and feeds each target back into the language model.
 Text generation continues after the end token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
+from omnizoo.generation.conversation import Conversation, ConversationBatch, JointSupport
 from omnizoo.modalities.base import ItemDecoder, Modality, VocabularyDecoder
 from omnizoo.modalities.item import MediaItem
 from omnizoo.modalities.sampling import Sampling
-from omnizoo.models.interfaces.lm_head import last_hidden_state
 from omnizoo.models.media.batch import prompt_batch
 from omnizoo.models.media.media_model import MediaModel
-
-PLACE = 0  # token id recorded for a position whose input is an embedding; only the number of ids matters
 
 
 @dataclass(frozen=True)
@@ -33,53 +32,63 @@ class GeneratedPiece:
     item: Any = None  # the item that the decoder or follower renders from `targets`
 
 
-class Conversation:
-    """State of a generation: the KV cache, and the logits and hidden state of the last position."""
-
-    def __init__(self, model: PreTrainedModel, media: MediaModel) -> None:
-        self.model = model
-        self.media = media
-        self.cache = DynamicCache(config=media.language.config)
-        self.ids: list[int] = []  # token ids of all positions in the cache
-        self.items: Sequence[MediaItem] = ()
-        self.logits = self.hidden = torch.empty(0)  # of the last position: [vocabulary], [width]
-
-    def read(self, ids: Sequence[int], items: Sequence[MediaItem]) -> None:
-        """Run the model on a prompt. Its media items must be prepared for the encoders."""
-        self.items = items
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=self.model.device)}
-        if items:
-            inputs["media"] = prompt_batch(items, self.media.ports, self.model.device, self.model.dtype)
-        self._run(self.model, ids, **inputs)
-
-    def write(self, token: int) -> torch.Tensor:
-        """Run the model on one more token, and return the hidden state of its position, `[width]`."""
-        return self._run(self.model, [token], input_ids=torch.tensor([[token]], device=self.model.device))
-
-    def feed(self, embedding: torch.Tensor) -> torch.Tensor:
-        """Run the language model on an embedding `[width]` instead of a token and return the hidden state `[width]`.
-
-        The embedding occupies one position in the sequence.
-        """
-        return self._run(self.media.language, [PLACE], inputs_embeds=embedding[None, None])
-
-    def _run(self, module: PreTrainedModel, ids: Sequence[int], **inputs: Any) -> torch.Tensor:
-        """Run `module` on the next positions, and store the logits and hidden state of the last one."""
-        self.ids += ids
-        if self.media.positions is not None:  # in this model family, positions may differ from token indices
-            positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -len(ids) :]
-            inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
-
-        hidden_states: list[torch.Tensor] = []
-        last = torch.tensor([-1], device=self.model.device)
-        with last_hidden_state(self.media.language, hidden_states.append):
-            out = module(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=last)
-        self.logits = out.logits[0, -1]
-        self.hidden = hidden_states[0][0, -1]
-        return self.hidden
-
-
 OnPiece = Callable[[GeneratedPiece], None]
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt to respond to.
+
+    Args:
+        ids: Token ids of the prompt.
+        items: Media items of the prompt, prepared for the encoders.
+        sampling: Temperature, top-k, top-p and the generator of this prompt.
+        on_piece: Called with a piece whenever it grows.
+    """
+
+    ids: Sequence[int]
+    items: Sequence[MediaItem]
+    sampling: Sampling
+    on_piece: OnPiece = lambda piece: None
+
+
+@dataclass(eq=False)
+class Response:
+    """An unfinished response."""
+
+    number: int  # number of the prompt
+    prompt: PreparedPrompt
+    conversation: Conversation
+    pieces: list[GeneratedPiece] = field(default_factory=list)
+    num_drawn: int = 0  # number of tokens drawn from the logits
+    is_done: bool = False
+    error: UserError | None = None
+
+    def add_token(self, token: int) -> None:
+        """Append a token to the last piece of text, or to a new one."""
+        if not self.pieces or self.pieces[-1].modality != "text":
+            self.pieces.append(GeneratedPiece("text", []))
+        self.pieces[-1].ids.append(token)
+        self.prompt.on_piece(self.pieces[-1])
+
+    def add_item(self, piece: GeneratedPiece) -> None:
+        """Append a generated media item."""
+        self.pieces.append(piece)
+        self.prompt.on_piece(piece)
+
+
+# The pieces of the response to a prompt, or the reason why there is no response.
+Outcome = list[GeneratedPiece] | UserError
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Tokens with a special effect on a response, and its maximum length."""
+
+    begin: Mapping[int, Modality]  # tokens that begin a media item
+    excluded: torch.Tensor  # ids that are never sampled as text: placeholder tokens, and reserved ids of decoders
+    stop: Collection[int]  # tokens that end the response
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -115,61 +124,78 @@ class GenerativeModel:
     @torch.no_grad()
     def generate(
         self,
-        ids: Sequence[int],
-        items: Sequence[MediaItem],
+        prompts: Iterable[PreparedPrompt | UserError],
         max_tokens: int,
-        sampling: Sampling,
         stop: Sequence[int],
-        on_piece: OnPiece,
-    ) -> list[GeneratedPiece]:
-        """Generate the response to a prompt, up to a `stop` token or `max_tokens` text tokens.
+        batch: int,
+        support: JointSupport,
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Generate the responses to prompts, each up to a `stop` token or `max_tokens` text tokens.
+
+        A response depends neither on the other prompts nor on `batch`, except for rounding.
 
         Args:
-            ids: Token ids of the prompt.
-            items: Media items of the prompt, prepared for the encoders.
-            max_tokens: Maximum number of text tokens. Placeholder tokens of generated items do not count, because a
-                decoder ends its items itself. A model that generates no text generates one item of at most this many
-                placeholder tokens.
-            sampling: Temperature, top-k, top-p and generator.
-            stop: Tokens that end the response, in addition to the tokenizer's end-of-sequence token.
-            on_piece: Called with a piece whenever it grows.
+            prompts: The prompts, which are read when there is room for them, or reasons why there is no prompt.
+            max_tokens: Maximum number of text tokens of a response. Placeholder tokens of generated items do not
+                count, because a decoder ends its items itself. A model that generates no text generates one item of at
+                most this many placeholder tokens.
+            stop: Tokens that end a response, in addition to the tokenizer's end-of-sequence token.
+            batch: Maximum number of responses to generate at once.
+            support: Whether the model can continue several responses in one forward pass.
 
-        Returns:
-            The pieces of the response, in order.
-
-        Raises:
-            UserError: If the logits are not finite.
+        Yields:
+            The number of a prompt and its response, in the order in which they are finished.
         """
-        if self.media.speaker_format is not None:
-            piece = self._generate_only_item(ids, items, max_tokens, sampling)
-            on_piece(piece)
-            return [piece]
+        rules = TokenRules(
+            begin=self._begin_tokens(),
+            excluded=torch.tensor(self._excluded_ids(), dtype=torch.int64, device=self.model.device),
+            stop={*stop, self.tokenizer.eos_token_id},
+            max_tokens=max_tokens,
+        )
+        joint = ConversationBatch(self.model, self.media, support)
+        waiting = enumerate(prompts)
+        unfinished: list[Response] = []
+        while True:
+            room = (1 if support.obstacle else batch) - len(unfinished)
+            for number, prompt in islice(waiting, max(room, 0)):
+                if isinstance(prompt, UserError):
+                    yield number, prompt
+                elif self.media.speaker_format is not None:
+                    yield number, [self._generate_only_item(prompt, max_tokens)]
+                else:
+                    response = Response(number, prompt, Conversation(self.model, self.media))
+                    response.conversation.read(prompt.ids, prompt.items)
+                    unfinished.append(response)
+            if not unfinished:
+                return
+            self._advance(unfinished, joint, rules)
+            for response in unfinished:
+                if response.is_done:
+                    yield response.number, response.error or response.pieces
+            unfinished = [response for response in unfinished if not response.is_done]
 
-        conversation = Conversation(self.model, self.media)
-        conversation.read(ids, items)
-        begin_tokens = self._begin_tokens()
-        excluded_ids = self._excluded_ids()
-        stop_ids = {*stop, self.tokenizer.eos_token_id}
-        pieces: list[GeneratedPiece] = []
-        for _ in range(max_tokens):
-            if not torch.isfinite(conversation.logits).all():
-                raise UserError("model: the logits are not finite. The weights are damaged, or training diverged.")
-            conversation.logits[excluded_ids] = -torch.inf
-            token = int(sampling.draw(conversation.logits[None])[0])
-
-            if token in stop_ids:
-                break
-            if token in begin_tokens:
-                pieces.append(self._generate_item(conversation, begin_tokens[token], token, sampling))
-                on_piece(pieces[-1])
-                continue
-
-            if not pieces or pieces[-1].modality != "text":
-                pieces.append(GeneratedPiece("text", []))
-            pieces[-1].ids.append(token)
-            on_piece(pieces[-1])
-            conversation.write(token)
-        return pieces
+    def _advance(self, responses: Sequence[Response], joint: ConversationBatch, rules: TokenRules) -> None:
+        """Draw one token for each response, and run the model on the tokens of the responses that continue."""
+        continued = []
+        tokens = []
+        for response, token in zip(responses, _draw(responses, rules.excluded), strict=True):
+            response.num_drawn += 1
+            is_last = response.num_drawn == rules.max_tokens
+            if token is None or token in rules.stop:
+                response.is_done = True
+            elif token in rules.begin:
+                joint.separate([response.conversation])
+                response.add_item(self._generate_item(response, rules.begin[token], token))
+                response.is_done = is_last
+            else:
+                response.add_token(token)
+                response.is_done = is_last
+                if not is_last:
+                    continued.append(response.conversation)
+                    tokens.append(token)
+        joint.drop([response.conversation for response in responses if response.is_done])
+        if continued:
+            joint.write(continued, tokens)
 
     def _begin_tokens(self) -> dict[int, Modality]:
         """Return the modalities that can be generated, by the id of their begin token."""
@@ -180,7 +206,7 @@ class GenerativeModel:
         return by_token
 
     def _excluded_ids(self) -> list[int]:
-        """Return the tokens that are never sampled as text: placeholder tokens, and reserved ids of decoders."""
+        """Return the placeholder tokens, and the reserved ids of decoders."""
         ids: list[int] = []
         for modality in self.modalities.values():
             if modality.placeholder:
@@ -189,27 +215,45 @@ class GenerativeModel:
                 ids += modality.decoder.reserved_ids
         return ids
 
-    def _generate_only_item(
-        self, ids: Sequence[int], items: Sequence[MediaItem], max_placeholders: int, sampling: Sampling
-    ) -> GeneratedPiece:
+    def _generate_only_item(self, prompt: PreparedPrompt, max_placeholders: int) -> GeneratedPiece:
         """Generate the response of a model that generates no text: one item of at most `max_placeholders` tokens."""
         generated = [modality for modality in self.modalities.values() if modality.decoder is not None]
         modality = generated[0]
         decoder = modality.decoder
         assert isinstance(decoder, ItemDecoder), f"{type(decoder).__name__} has no `generate_item`"
 
-        batch = prompt_batch(items, self.media.ports, self.model.device, self.model.dtype)
-        embeddings = self.media.embed(torch.tensor(ids, device=self.model.device), batch)
-        targets = decoder.generate_item(embeddings, max_placeholders, sampling)
-        return GeneratedPiece(modality.name, ids=[], targets=targets, item=decoder.render(targets))
+        batch = prompt_batch(prompt.items, self.media.ports, self.model.device, self.model.dtype)
+        embeddings = self.media.embed(torch.tensor(prompt.ids, device=self.model.device), batch)
+        targets = decoder.generate_item(embeddings, max_placeholders, prompt.sampling)
+        piece = GeneratedPiece(modality.name, ids=[], targets=targets, item=decoder.render(targets))
+        prompt.on_piece(piece)
+        return piece
 
-    def _generate_item(
-        self, conversation: Conversation, modality: Modality, begin: int, sampling: Sampling
-    ) -> GeneratedPiece:
+    def _generate_item(self, response: Response, modality: Modality, begin: int) -> GeneratedPiece:
         """Generate a media item after its begin token, and append its end token to the conversation."""
         decoder = modality.decoder
         assert decoder is not None
-        targets = decoder.generate(conversation.write(begin), conversation.feed, sampling)
+        conversation = response.conversation
+        targets = decoder.generate(conversation.write(begin), conversation.feed, response.prompt.sampling)
         if modality.end:
             conversation.write(self.tokenizer.convert_tokens_to_ids(modality.end))
         return GeneratedPiece(modality.name, ids=[], targets=targets, item=decoder.render(targets))
+
+
+def _draw(responses: Sequence[Response], excluded: torch.Tensor) -> list[int | None]:
+    """Draw the next token of each response from its logits. None if they are not finite, which ends the response.
+
+    Each prompt has its own random generator.
+    """
+    logits = torch.stack([response.conversation.logits for response in responses])
+    is_finite = torch.isfinite(logits).all(-1).tolist()
+    logits[:, excluded] = -torch.inf
+    tokens: list[int | None] = []
+    for i, response in enumerate(responses):
+        if is_finite[i]:
+            tokens.append(int(response.prompt.sampling.draw(logits[i : i + 1])[0]))
+        else:
+            reason = "the logits are not finite. The weights are damaged, or training diverged."
+            response.error = UserError(f"model: {reason}")
+            tokens.append(None)
+    return tokens

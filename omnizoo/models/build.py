@@ -32,7 +32,7 @@ from omnizoo.models.interfaces.attention import carry_pack
 from omnizoo.models.interfaces.recurrent import bind_states, has_states
 from omnizoo.models.media.composed_config import language_config
 from omnizoo.models.read_config import read_generation_config, read_model_config, tokenizer_folder
-from omnizoo.models.recipe import RECIPE, recipe_from_config
+from omnizoo.models.recipe import store_recipe
 from omnizoo.models.user_module import given_model
 from omnizoo.models.wrapper_models import use_inner_forward
 
@@ -64,7 +64,7 @@ def build_model(model: ModelSection, precision: str, device: str = "meta") -> nn
     """
     check_names()
     built = _build_base(model, precision, device)
-    vars(built)[RECIPE] = recipe_from_config(model)
+    store_recipe(built, model)
     if model.adapter is not None:
         settings = adapter_settings(model.adapter)
         check_base(built, settings)
@@ -135,7 +135,7 @@ def build_from(config: PretrainedConfig, model: ModelSection, precision: str, de
         nn.Module.float(built)
 
     _keep_samples_apart(built, model.attention, key)
-    vars(built)[RECIPE] = recipe_from_config(model)
+    store_recipe(built, model)
     return built
 
 

@@ -122,6 +122,11 @@ def recipe_from_config(spec: ModelSection) -> Recipe | None:
     return recipe
 
 
+def store_recipe(model: nn.Module, spec: ModelSection) -> None:
+    """Store the recipe that `model.recipe` names on `model`. All code that builds a model from a config calls this."""
+    vars(model)[RECIPE] = recipe_from_config(spec)
+
+
 def recipe_for(model: nn.Module) -> Recipe:
     """Return the recipe that the config sets for `model`, or the recipe of its family if the config sets none."""
     if (recipe := vars(model).get(RECIPE)) is not None:

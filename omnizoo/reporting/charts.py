@@ -122,6 +122,7 @@ class Chart:
     wide: bool = False
     phases: Sequence[tuple[int, str]] = ()  # (start, name): labels of the horizontal axis instead of steps
     limit: float | None = None  # horizontal line; the vertical axis then starts at 0
+    constant: str = ""  # the value, as text, if it is the same at all steps
 
     def data(self, buckets: int) -> dict[str, Any]:
         """Return the input of templates/charts.js."""
@@ -143,28 +144,21 @@ def buckets_per_curve(groups: ChartGroups) -> int:
     return max(20, MAX_POINTS // (2 * max(1, num_curves)))
 
 
-def metric_charts(
-    histories: Mapping[str, History], marks: Mapping[str, Sequence[int]]
-) -> tuple[ChartGroups, dict[str, str]]:
-    """Return the charts of one or several runs, and the metrics that never changed.
+def metric_charts(histories: Mapping[str, History], marks: Mapping[str, Sequence[int]]) -> ChartGroups:
+    """Return the charts of one or several runs.
 
-    There is one chart per metric, with one color per run. A chart with the same points as another one, such as the only
-    term of the loss, is omitted. For a single run, the chart of the loss also shows the held-out loss, if both have the
-    same terms.
+    There is one chart per metric, with one color per run. The caption of a metric that never changes states its
+    value. A loss term with the same points as another one, such as the only term of the loss, is omitted. For a single
+    run, the chart of the loss also shows the held-out loss, if both have the same terms.
     """
     groups: dict[str, list[Chart]] = {}
-    constants: dict[str, str] = {}
     drawn = set()
     keys = [key for history in histories.values() for key in _plotted_keys(history)]
     for key in dict.fromkeys([*TOP, *keys]):
         metric = describe_metric(key)
         finite = [value for history in histories.values() for value in history.finite(key)]
-        if len(finite) > 1 and min(finite) == max(finite) and key not in TOP:
-            name = metric.title if key in KNOWN else f"{metric.group}: {metric.title}"
-            constants[name] = format_value(finite[0], metric.format)
-            continue
         points = tuple(_drawn_points(history, key) for history in histories.values())
-        is_loss_term = key.startswith(("loss/", "eval/"))
+        is_loss_term = "/loss/" in f"/{key}" or key.endswith("/loss")
         if not finite or (is_loss_term and points in drawn):
             continue
         drawn.add(points)
@@ -174,7 +168,7 @@ def metric_charts(
         else:
             groups.setdefault(metric.group, []).append(chart)
     order = ["", *GROUPS.values(), *(metric.group for metric in KNOWN.values())]
-    return sorted(groups.items(), key=lambda item: [*order, item[0]].index(item[0])), constants
+    return sorted(groups.items(), key=lambda item: [*order, item[0]].index(item[0]))
 
 
 def _is_comparable(histories: Mapping[str, History]) -> bool:
@@ -211,7 +205,10 @@ def _metric_chart(
     for look, steps in marks.items():
         if key in MARKED_METRICS.get(look, (key,)):
             shown_marks[look] = steps
-    return Chart(metric.title, curves, metric.format, is_log, shown_marks, wide=key in TOP)
+    finite = [value for history in histories.values() for value in history.finite(key)]
+    is_constant = len(finite) > 1 and min(finite) == max(finite)
+    constant = format_value(finite[0], metric.format) if is_constant else ""
+    return Chart(metric.title, curves, metric.format, is_log, shown_marks, wide=key in TOP, constant=constant)
 
 
 def describe_metric(key: str) -> ChartMetric:

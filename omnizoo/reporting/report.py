@@ -7,7 +7,7 @@ content as `ReportSection`s.
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from mimetypes import guess_type
@@ -25,7 +25,8 @@ from omnizoo.reporting.pages import cell_text, render
 from omnizoo.reporting.run_folder import RunFolder, read_rows, replace_file
 
 LONG_WAIT = 0.1  # fraction of a step; steps that wait longer for data are marked
-SHOWN_FILES = (".png", ".jpg", ".wav", ".flac", ".mp4")  # file types that a browser displays without running code
+# File types that a browser displays without running code.
+SHOWN_FILES = (".png", ".jpg", ".gif", ".webp", ".wav", ".flac", ".ogg", ".mp3", ".mp4", ".webm")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def write_report(run: RunFolder, sections: Sequence[ReportSection] = (), out: Pa
     """
     data = RunData(run)
     path = out or run.report
-    groups, constants = metric_charts({data.name: data.history}, data.marks)
+    groups = metric_charts({data.name: data.history}, data.marks)
     counts = {text: data.history.last(key) for key, text in COUNTS.items()}
     page = render(
         "report.html",
@@ -137,7 +138,6 @@ def write_report(run: RunFolder, sections: Sequence[ReportSection] = (), out: Pa
         sections=sections,
         samples=_last_samples(run, path),
         facts=_facts(data),
-        constants=constants,
         counts={text: f"{count:,.0f}" for text, count in counts.items() if count},
     )
     replace_file(path, page)
@@ -148,7 +148,7 @@ def write_comparison(runs: Sequence[RunFolder], out: Path) -> Path:
     """Write a page that compares the statistics, curves and configs of several runs, and return its path."""
     runs_data = [RunData(run) for run in runs]
     names = _short_names(runs_data)
-    groups, _ = metric_charts({name: run.history for name, run in zip(names, runs_data, strict=True)}, {})
+    groups = metric_charts({name: run.history for name, run in zip(names, runs_data, strict=True)}, {})
     page = render(
         "comparison.html",
         title=" · ".join(names),
@@ -228,17 +228,47 @@ def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
         if record["step"] != last:
             continue
         sample = {column: cell_text(record.get(column) or "") for column in ("question", "expected", "answer")}
-        if "error" in record:
-            sample["answer"] += f"({record['error']})"
-        files = [_describe_file(run, page, str(item.get("file"))) for item in record.get("items", ())]
-        samples.append({"step": last, "files": files, **sample})
+        sample["error"] = cell_text(record.get("error") or "")
+        sample["judgments"], sample["scores"] = _scores(record)
+        files = {name: _describe_items(run, page, record.get(name)) for name in ("question_items", "items")}
+        samples.append({"step": last, **files, **sample})
     return samples
+
+
+def _describe_items(run: RunFolder, page: Path, items: Any) -> list[dict[str, Any]]:
+    """Return the description of each media item of a record. An item that is not a file has a value as text."""
+    described = []
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, dict) and "file" in item:
+            described.append(_describe_file(run, page, str(item["file"])))
+        elif isinstance(item, dict):
+            described.append({"name": cell_text(item.get("value") or ""), "address": None, "media_type": None})
+    return described
+
+
+def _scores(record: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, str]]:
+    """Return the metrics that judge a response to be right or wrong, and the other scores, formatted.
+
+    If no metric judges the response, and it equals the expected one, it is marked as right.
+    """
+    metrics = {name.removeprefix("eval/"): score for name, score in _as_dict(record.get("metrics")).items()}
+    judgments = {name: score for name, score in metrics.items() if isinstance(score, bool)}
+    scores = {
+        name: format_value(score)
+        for name, score in metrics.items()
+        if isinstance(score, int | float) and not isinstance(score, bool)
+    }
+    expected = record.get("expected")
+    is_text = isinstance(expected, str) and not record.get("items")
+    if not judgments and is_text and str(record.get("answer")).strip() == str(expected).strip():
+        judgments = {"equals the expected response": True}
+    return judgments, scores
 
 
 def _describe_file(run: RunFolder, page: Path, name: str) -> dict[str, Any]:
     """Return the name, address and media type of a generated file. Files outside the run folder have no address."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        return {"name": name, "address": None}
+        return {"name": name, "address": None, "media_type": None}
     address = "./" + quote(os.path.relpath(run.root / name, page.parent))
     media_type = guess_type(name)[0] if Path(name).suffix in SHOWN_FILES else None
     return {"name": name, "address": address, "media_type": media_type}

@@ -39,6 +39,11 @@ class RunFolder:
         self.profile = root / "profile"
         self.wandb_id = root / "wandb_id"
 
+    @property
+    def questions(self) -> Path:
+        """Folder for the media of the held-out prompts."""
+        return self.root / "samples" / "questions"
+
     def items_of(self, step: int) -> Path:
         """Return the folder for media that the model generates at the evaluation after `step`."""
         return self.root / "samples" / f"step_{step:08d}"

@@ -111,7 +111,7 @@ def test_response_ends_with_the_turn_and_has_no_special_token(
     assert writer.text(pieces) == "The capital is Paris."
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in pieces[0].ids
 
-    monkeypatch.setattr("omnizoo.generation.chat_model.load_chat_model", lambda *_, **__: writer)
+    monkeypatch.setattr("omnizoo.generation.chat_model.chat_model_of", lambda *_: writer)
     writer.model.get_output_embeddings()._forward_hooks.clear()
     force_tokens(writer.model, answer)
     assert main(["generate", str(tmp_path), "--prompt", "What is the capital of France?"]) == 0

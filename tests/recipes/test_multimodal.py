@@ -365,8 +365,8 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path, capsys
         prompts[2:] = [[words, parts[0], again, words], [words, parts[1]]]
     writer = load_chat_model(tmp_path / "model")
     answers = []
-    for content in prompts:
-        messages = [{"role": "user", "content": content}]
+    conversations = [[{"role": "user", "content": content}] for content in prompts]
+    for messages, content in zip(conversations, prompts, strict=True):
         prompt = writer.renderer.prompt(messages)
         items = [replace(i, inputs=find_module(writer.modalities, i.port).prepare(i.media)) for i in prompt.items]
         assert len(items) == sum(part["type"] != "text" for part in content)
@@ -385,6 +385,9 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path, capsys
         assert len(piece.ids) == 16 or len(expected) == len(piece.ids) + 1
         answers.append(tuple(piece.ids))
     assert len(set(answers)) == len(answers)  # media matter
+    together = writer.write_all(conversations, Sampling(temperature=0), max_tokens=16, batch=3)
+    assert [tuple(piece.ids) for (piece,) in together] == answers
+    assert writer.support.is_checked or writer.support.obstacle is not None
 
     (tmp_path / "question.json").write_text(json.dumps([{"role": "user", "content": prompts[-1]}]))
     asked = ["generate", str(tmp_path / "model"), "--messages", str(tmp_path / "question.json")]

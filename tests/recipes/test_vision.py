@@ -387,6 +387,7 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path) -> Non
     reference = publish(family, tmp_path / "model")
     writer = load_chat_model(tmp_path / "model")
     answers = []
+    conversations = []
     prompts: Sequence[Any] = [
         ["One plus one?"],
         [picture(40, 60), "What is it?"],
@@ -398,6 +399,7 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path) -> Non
             for part in contents
         ]
         messages = [{"role": "user", "content": parts}]
+        conversations.append(messages)
         prompt = writer.renderer.prompt(messages)
         inputs = reference_inputs(family, prompt, torch.float32, writer.modalities)
         never = writer.renderer.placeholders
@@ -409,6 +411,10 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path) -> Non
         assert len(ids) == 12 or len(expected) == len(ids) + 1  # it may stop at once
         answers.append(tuple(ids))
     assert len(set(answers)) == len(answers)  # pictures matter
+    together = writer.write_all(conversations, Sampling(temperature=0), max_tokens=12, batch=3)
+    assert [tuple(token for piece in pieces for token in piece.ids) for pieces in together] == answers
+    assert writer.support.is_checked
+    assert writer.support.obstacle is None
 
 
 def train_from(family: str, folder: Path, out: Path, *args: str) -> list[str]:

@@ -16,7 +16,7 @@ from omnizoo.cli.main import main
 from omnizoo.reporting.history import downsample, smooth
 from omnizoo.reporting.launch_history import add_start, git_state, read_starts
 from omnizoo.reporting.pages import TEMPLATES, render
-from omnizoo.reporting.report import ReportSection, write_report
+from omnizoo.reporting.report import ReportSection, write_comparison, write_report
 from omnizoo.reporting.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -118,15 +118,49 @@ def test_every_metric_gets_a_chart_even_unknown_ones(tmp_path):
     assert "held-out" in names
 
 
-def test_constant_metrics_are_listed_and_duplicate_curves_omitted(tmp_path):
+def test_constant_metrics_have_charts_and_duplicate_losses_are_omitted(tmp_path):
     rows = [step(n) for n in range(1, 9)]
     for row in rows:
         row["loss/text"] = row["loss"]  # the only term
-    rows[3].update({"eval/loss": 2.0, "eval/loss/text": 2.0})
+    for row in rows[3::4]:
+        row.update({"eval/loss": 2.0 + row["step"], "eval/loss/text": 2.0 + row["step"]})
+        row.update({"eval/exact_match": 0.0, "eval/right": 0.0})  # two metrics with the same values
     page = report(tmp_path, rows)
-    assert page.titles == ["Loss", "Gradient norm", "Epoch"]
-    for constant in ("Learning rate", "Tokens per second", "Memory, GB", "Pack fill"):
-        assert constant in page.text.partition("Constant metrics")[2]
+    assert page.titles[:3] == ["Loss", "exact match", "right"]
+    assert {"Gradient norm", "Learning rate", "Tokens per second", "Memory, GB", "Pack fill", "Epoch"} <= {*page.titles}
+    assert not {"Text, cross entropy", "text"} & {*page.titles}
+    for value in ("0%", "0.0001", "500", "1.5", "98%"):
+        assert f"constant: {value}\n" in page.text
+    comparison = tmp_path / "comparison.html"
+    write_comparison([RunFolder(tmp_path), RunFolder(tmp_path)], comparison)
+    assert "exact match" in Page(comparison.read_text()).titles
+
+
+def test_samples_show_media_of_prompts_and_mark_right_and_wrong_responses(tmp_path):
+    files = {"image": "samples/questions/0/0.png", "audio": "samples/questions/0/1.flac", "video": "a/0.mp4"}
+    question = [{"modality": kind, "file": file} for kind, file in files.items()] + [
+        {"modality": "series", "value": "[1, 2]"}
+    ]
+    judged = {"question": "What?", "expected": "four", "answer": "five", "question_items": question, "items": []}
+    records = [
+        judged | {"metrics": {"eval/exact_match": False, "eval/length": 4.0}},
+        judged | {"metrics": {"eval/exact_match": True, "eval/length": 1.0}, "question_items": []},
+        judged | {"answer": " four", "question_items": "damaged"},  # no metric, but the response is the expected one
+        judged | {"answer": "[image]", "expected": "[image]", "items": [{"file": "a.png"}], "question_items": [7]},
+        {"question": "What?", "expected": None, "error": f"row 3: {ATTACK}"},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": 2} | record) + "\n" for record in records))
+    page = report(tmp_path, [step(n) for n in range(1, 4)])
+    table = page.text.partition("Responses to held-out prompts")[2]
+    marks = [line for line in table.splitlines() if line.startswith(("✓", "✗"))]
+    assert marks == ["✗ exact_match", "✓ exact_match", "✓ equals the expected response"]
+    assert "length 4" in table
+    assert "no response: row 3" in table
+    sources = {tag: attributes["src"] for tag, attributes in page.tags if tag in ("img", "audio", "video")}
+    assert sources == {"img": "./a.png", "audio": f"./{files['audio']}", "video": f"./{files['video']}"}
+    assert f'src="./{files["image"]}"' in page.html
+    assert "[1, 2]" in table
+    assert ATTACK not in page.html
 
 
 def test_starts_are_listed_and_resumes_marked(tmp_path):
@@ -160,8 +194,8 @@ def test_steps_that_waited_for_data_are_marked(tmp_path):
 
 
 def test_numbers_in_tables_are_right_aligned(tmp_path):
-    page = report(tmp_path, [step(n) for n in range(1, 4)])
-    assert '<td class="number">500</td>' in page.html  # tokens per second, a constant metric
+    page = report(tmp_path, [step(n, skipped_rows=500) for n in range(1, 4)])
+    assert '<td class="number">500</td>' in page.html
 
 
 def test_git_state_describes_working_directory(tmp_path):

@@ -76,6 +76,10 @@ class EvaluationSection(ConfigSection):
     max_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
     """maximum number of tokens of a generated response"""
 
+    batch: PositiveInt = 8
+    """maximum number of responses to generate at once on rank 0; more are faster and need more memory. The responses do
+    not depend on it"""
+
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """sampling temperature, with random numbers from `train.seed`; 0: greedy decoding"""
 

@@ -14,7 +14,6 @@ import torch
 import xxhash
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import SubmoduleSettings
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.read_config import read_model_config
@@ -24,12 +23,15 @@ PIECES, PIECE = 64, 2**16  # number of hashed pieces per file, and bytes per pie
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
-def base_identity(config: Config) -> str:
-    """Return the hash of the base model that `config` describes, independent of its location.
+def base_identity(model: ModelSection, seed: int) -> str:
+    """Return the hash of the base model that a config describes, independent of its location.
 
     Only one rank needs the hash.
+
+    Args:
+        model: The section `model` of the config.
+        seed: Seed of randomly initialized weights (`train.seed`).
     """
-    model = config.model
     digest = xxhash.xxh3_128()
     if model.given is not None:
         for name, tensor in tensors_of(given_model(model)):
@@ -45,7 +47,7 @@ def base_identity(config: Config) -> str:
             for piece in _pieces(file):
                 digest.update(piece)
     if model.path is None:  # some weights are randomly initialized
-        digest.update(str(config.train.seed).encode())
+        digest.update(str(seed).encode())
     return digest.hexdigest()
 
 

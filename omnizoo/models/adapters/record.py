@@ -20,7 +20,7 @@ def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
     adapter = attached(model)
     if adapter is None:
         return None
-    base = base_identity(config)
+    base = base_identity(config.model, config.train.seed)
     path = adapter.settings.path
     if path is not None:
         check_base_identity(base_of(Path(path)), base, f"{KEY}.path: {path}")

@@ -27,6 +27,7 @@ from omnizoo.models.hf_private import (
 )
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.read_config import read_model_config
+from omnizoo.models.recipe import store_recipe
 from omnizoo.models.untrusted_folders import inside, open_weights, read_json, tensor_names
 from omnizoo.models.weights.vocabulary import PublishedRows, may_grow, rows_of_files
 from omnizoo.models.wrapper_models import use_inner_forward
@@ -205,6 +206,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
             raise UserError(f"{folder}: {problem}: {_list_names(keys)}")
 
     use_inner_forward(model)
+    store_recipe(model, spec)
     keep_export_files(model, read_published(folder, config, has_weights=True))
     return model
 

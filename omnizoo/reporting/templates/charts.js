@@ -52,9 +52,11 @@ function verticalAxis(chart, isWide) {
     const scale = v => UNITS * (1 - Math.log(v / low) / Math.log(high / low));
     return {ticks: logTicks(low, high), scale};
   }
-  const margin = Math.max((high - low) * 0.06, Math.abs(high) * 0.005) || 1;  // enough for labels that differ
+  const isConstant = high === low;
+  const margin = isConstant ? Math.abs(high) / 2 || 1
+    : Math.max((high - low) * 0.06, Math.abs(high) * 0.005);  // enough for labels that differ
   high += margin;
-  if (chart.limit === null) low -= margin;
+  if (chart.limit === null && !(isConstant && low === 0)) low -= margin;
   return {ticks: ticks(low, high, isWide ? 6 : 4), scale: v => UNITS * (1 - (v - low) / (high - low))};
 }
 

@@ -35,6 +35,29 @@ def check_metrics(config: Config, known: Collection[str]) -> None:
             )
 
 
+def computed_value(event: EvaluationEvent, metric: str, key: str, is_first: bool) -> float | None:
+    """Return the value of a metric that a callback needs. None if this evaluation did not compute it.
+
+    Args:
+        event: The evaluation.
+        metric: Name of the metric.
+        key: The config key that names the metric, for messages.
+        is_first: Whether no evaluation has computed the metric before.
+
+    Raises:
+        UserError: If neither this evaluation nor an earlier one computed the metric.
+    """
+    value = event.metrics.get(metric)
+    if value is None and is_first:
+        computed = [name for name, other in event.metrics.items() if other is not None]
+        raise UserError(
+            f"{key}: the evaluation of step {event.step} did not compute {metric}. It computed "
+            f"{', '.join(sorted(computed)) or 'no metric'}. Use one of these, or fix the rows that it is computed from "
+            "(samples.jsonl contains the reasons)."
+        )
+    return value
+
+
 class BestCheckpoint(Logger):
     """Requests a checkpoint after each evaluation that beats all earlier evaluations, and records the best checkpoint.
 
@@ -53,6 +76,7 @@ class BestCheckpoint(Logger):
         self._metric = metric
         self._run = run
         self._higher = higher
+        self._is_computed = False  # whether an evaluation has computed the metric
         self._saved: Best | None = None
         self._candidate: Best | None = None  # best evaluation whose checkpoint is not complete yet; saving may fail
 
@@ -67,7 +91,8 @@ class BestCheckpoint(Logger):
         self._candidate = None  # it is still set only if saving its checkpoint failed
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
-        value = event.metrics[self._metric]
+        value = computed_value(event, self._metric, "checkpoint.best", not self._is_computed)
+        self._is_computed |= value is not None
         if value is None or not math.isfinite(value):
             return None
         if self._saved is not None and not is_better(value, self._saved.value, self._higher):
@@ -87,6 +112,7 @@ class BestCheckpoint(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["metric"] == self._metric:
+            self._is_computed = True
             self._saved = Best(self._run, self._metric, state["value"], state["step"])
 
 

@@ -171,7 +171,14 @@ class Callbacks:
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename != __file__]
-            location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
             entry.failed = True
-            self.failure = self.failure or f"{entry}.{method} failed: {named_line(error)}{location}"
+            self.failure = self.failure or _failure(entry, method, error)
+
+
+def _failure(entry: CallbackEntry, method: str, error: BaseException) -> str:
+    """Return the message about a failed callback. A built-in callback raises `UserError` for the user's mistake."""
+    if isinstance(error, UserError) and not entry.name:
+        return str(error)
+    frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename != __file__]
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{entry}.{method} failed: {named_line(error)}{location}"

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from omnizoo.training.callbacks.base import Callback, EvaluationEvent, Request, StartEvent
-from omnizoo.training.callbacks.best_checkpoint import is_better
+from omnizoo.training.callbacks.best_checkpoint import computed_value, is_better
 
 
 class EarlyStop(Callback):
@@ -30,7 +30,8 @@ class EarlyStop(Callback):
         return self._request()
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
-        value = event.metrics[self._metric]
+        is_first = self._best is None and not self._waited
+        value = computed_value(event, self._metric, "evaluation.early_stop.metric", is_first)
         if value is not None and self._is_improvement(value):
             self._best = value
             self._waited = 0

@@ -51,8 +51,8 @@ class Metric:
     key: str  # config key, for messages
     function: Callable[..., Any]
 
-    def score(self, answer: Answer) -> float | None:
-        """Return the score of a response; None if the metric excludes it.
+    def score(self, answer: Answer) -> bool | float | None:
+        """Return the score of a response, True or False if the metric judges it; None if the metric excludes it.
 
         Raises:
             UserError: If the function fails or does not return a finite number. The message names the metric and the
@@ -69,7 +69,7 @@ class Metric:
             return None
         if not isinstance(value, bool | int | float) or not math.isfinite(value):
             raise UserError(f"{self.key}: {kind} returned {value!r:.80} for {answer.where}. Expected {EXPECTED}.")
-        return float(value)
+        return value if isinstance(value, bool) else float(value)
 
 
 def build_metrics(config: Config) -> list[Metric]:
@@ -111,7 +111,7 @@ def measure(
     for metric in metrics:
         name = metric.settings.label
         means[name] = None
-        scores = []
+        scores: list[float] = []
         try:
             for answer, record in answers:
                 score = metric.score(answer)

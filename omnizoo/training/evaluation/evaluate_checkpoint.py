@@ -141,10 +141,12 @@ def evaluate_run(
         evaluator = Evaluator(setup.objective, setup.balancer, packs, reader, run)
         metrics = evaluator.losses()
         records = []
+        problem = ""
         if evaluator.sampler is not None:
             responses = evaluator.sampler.respond(step, run)
             if responses.failures:
                 raise UserError(responses.failures[0])
+            problem = responses.failed_prompts()
             metrics |= responses.metrics
             records = responses.records
         if mesh.is_first:
@@ -154,6 +156,8 @@ def evaluate_run(
             replace_file(run.samples, "".join(json.dumps(record) + "\n" for record in records))
             if is_printed:
                 print_results(checkpoint, metrics, evaluator.totals.packs, len(records), run)
+                if problem:
+                    Console(soft_wrap=True).print(f"warning: {problem}", highlight=False, markup=False)
         local = EvaluationResult(
             folder=run.root, checkpoint=checkpoint, step=step, metrics=dict(metrics), samples=list(records)
         )

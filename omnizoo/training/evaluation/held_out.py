@@ -104,6 +104,7 @@ class Evaluator:
         self.folder = folder
         self.config = objective.config
         self.sampler: Sampler | None = None
+        self._printed_problem = ""
         # Data keyed by the short name of the source, which is empty if all sources are evaluated together.
         self.parts = {source: balancer(LoadedStep(loaded), micro_batch=1) for source, loaded in packs.items()}
         if reader is None:
@@ -132,6 +133,10 @@ class Evaluator:
         with self.objective.phases("evaluation"):
             responses = self.sampler.respond(step, self.folder)
         recorder.samples(responses.records)
+        problem = responses.failed_prompts()
+        if problem and problem != self._printed_problem:  # once, not in each evaluation
+            recorder.print(f"warning: step {step}: {problem}")
+            self._printed_problem = problem
         for failure in responses.failures:
             recorder.print(f"warning: step {step}: {failure} The metric is missing in this evaluation.")
         return metrics | responses.metrics

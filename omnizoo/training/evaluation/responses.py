@@ -6,23 +6,25 @@ device. Generation does not change the run: it uses a copy of the weights and a 
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.data.loading.reader import Reader
+from omnizoo.data.rendering.renderer import Question
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.schemas import SourceSchema
 from omnizoo.data.sources.base import RowSource
-from omnizoo.generation.chat_model import ChatModel, chat_model_from
+from omnizoo.generation.chat_model import ChatModel, Request, chat_model_from
+from omnizoo.generation.conversation import JointSupport
 from omnizoo.generation.gathered_copy import whole_copy
+from omnizoo.generation.generate import Outcome
 from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.build import MASTER_DTYPE
@@ -31,8 +33,10 @@ from omnizoo.ops.device import is_host, total_memory
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallelize.memory import held_bytes
+from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.answer_metrics import Answer, build_metrics, measure
+from omnizoo.training.evaluation.question_media import copy_media
 from omnizoo.training.objective import LanguageObjective
 
 SEARCHED_ROWS = 1000  # number of rows per source that are searched for prompts, in addition to evaluation.samples
@@ -66,6 +70,25 @@ class Sampled:
     failures: list[str]  # one message for each metric that failed
     records: list[dict[str, Any]]  # entries of samples.jsonl; empty on ranks other than 0
 
+    def failed_prompts(self) -> str:
+        """Return a message about the prompts without a response; empty if all have one. Complete only on rank 0."""
+        failed = [record for record in self.records if "error" in record]
+        if not failed:
+            return ""
+        return (
+            f"{len(failed)} of {plural(len(self.records), 'prompt')} have no response. The first is "
+            f"{failed[0]['row']}: {failed[0]['error']}"
+        )
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A rendered prompt of a held-out row, and the first fields of its record."""
+
+    row: Mapping[str, Any]
+    question: Question
+    record: dict[str, Any]
+
 
 class Sampler:
     """Generates responses to the same held-out prompts at every evaluation."""
@@ -79,13 +102,15 @@ class Sampler:
         self.metrics = build_metrics(self.config)
         self.rows = sync_errors(self.mesh, lambda: choose_rows(reader) if self.mesh.is_first else [])
         self.num_rows: int = self.mesh.from_first(len(self.rows))  # `rows` is empty on ranks other than 0
+        self.support = JointSupport()  # kept, so its warning is logged once per run
+        self.question_media: dict[int, list[dict[str, str]]] = {}  # media of each prompt, in the run folder
 
     def respond(self, step: int, run: RunFolder) -> Sampled:
         """Generate the responses of one evaluation. Collective: all ranks must call it.
 
         Args:
             step: The step after which the model is evaluated.
-            run: The run folder, where generated media are written.
+            run: The run folder, where generated media and the media of the prompts are written.
         """
         mesh = self.mesh
         full_model = whole_copy(self.model, self.config, mesh)  # None on ranks other than 0
@@ -93,57 +118,91 @@ class Sampler:
         def build() -> ChatModel | None:
             if full_model is None:
                 return None
-            return chat_model_from(full_model, self.config.model, self.tokenizer)
+            return chat_model_from(full_model, self.config.model, self.tokenizer, self.support)
 
         chat_model = sync_errors(mesh, build)
 
-        answers = []
-        records = []
-        for number in range(self.num_rows):
-            if chat_model is not None:
-                media_folder = run.items_of(step) / str(number)
-                answer, record = self._respond_to(self.rows[number], chat_model, run, media_folder)
-                record = {"step": step, "number": number, **record}
-                records.append(record)
+        answers: dict[int, Answer] = {}
+        records: dict[int, dict[str, Any]] = {}
+        finished = self._respond(chat_model, step, run) if chat_model is not None else iter(())
+        for _ in range(self.num_rows):
+            for number, answer, record in itertools.islice(finished, 1):
+                records[number] = {"step": step, "number": number, **record}
                 if answer is not None:
-                    answers.append((answer, record))
+                    answers[number] = answer
             mesh.sum([0.0])  # a collective after each response keeps other ranks from timing out
-        metrics, failures = mesh.from_first(measure(self.metrics, answers))  # only rank 0 has responses
-        return Sampled(metrics, failures, records)
+        scored = [(answers[number], records[number]) for number in sorted(answers)]
+        metrics, failures = mesh.from_first(measure(self.metrics, scored))  # only rank 0 has responses
+        return Sampled(metrics, failures, [records[number] for number in sorted(records)])
 
-    def _respond_to(
-        self, held_out: HeldOutRow, chat_model: ChatModel, run: RunFolder, media_folder: Path
-    ) -> tuple[Answer | None, dict[str, Any]]:
-        """Return the response, or None if generation failed, and its record for samples.jsonl."""
+    def _respond(
+        self, chat_model: ChatModel, step: int, run: RunFolder
+    ) -> Iterator[tuple[int, Answer | None, dict[str, Any]]]:
+        """Yield the number of each prompt, its response (None if it failed) and its record, in any order."""
         evaluation = self.config.evaluation
+        asked: list[tuple[int, AskedPrompt]] = []  # in the order of the requests
+        failed: list[tuple[int, dict[str, Any]]] = []
+
+        def requests() -> Iterator[Request]:
+            for number, held_out in enumerate(self.rows):
+                prompt = self._read(held_out, number, chat_model, run)
+                if not isinstance(prompt, AskedPrompt):
+                    failed.append((number, prompt))
+                    continue
+                asked.append((number, prompt))
+                generator = chat_model.seeded(self.config.train.seed)
+                yield Request(prompt.question.prompt, Sampling(evaluation.temperature, generator=generator))
+
+        for index, outcome in chat_model.answers(requests(), evaluation.max_tokens, evaluation.batch):
+            number, prompt = asked[index]
+            answer, record = self._finish(prompt, outcome, chat_model, run, run.items_of(step) / str(number))
+            yield number, answer, prompt.record | record
+        for number, record in failed:
+            yield number, None, record
+
+    def _read(
+        self, held_out: HeldOutRow, number: int, chat_model: ChatModel, run: RunFolder
+    ) -> "AskedPrompt | dict[str, Any]":
+        """Return the rendered prompt of a row, or a record with the reason why it cannot be used."""
         record: dict[str, Any] = {"source": held_out.source_name, "row": held_out.where}
-        generator = torch.Generator(chat_model.model.device).manual_seed(self.config.train.seed)
-        sampling = Sampling(evaluation.temperature, generator=generator)
         try:
             row = held_out.source.read(held_out.number)
             question = chat_model.renderer.question(row, held_out.find, held_out.schema)
-            record |= {"question": question.shown, "expected": question.expected}
-            pieces = chat_model.answer(question.prompt, sampling, evaluation.max_tokens)
-            files = []
-            media = []
-            for i, piece in enumerate(pieces):
+        except (BadRow, BadMedia, UserError, OSError) as error:
+            return record | {"error": " ".join(str(error).split())}
+        record |= {"question": question.shown, "expected": question.expected}
+        if number not in self.question_media:
+            self.question_media[number] = copy_media(question.prompt.items, run, run.questions / str(number))
+        if self.question_media[number]:
+            record["question_items"] = self.question_media[number]
+        return AskedPrompt(row, question, record)
+
+    def _finish(
+        self, prompt: AskedPrompt, outcome: Outcome, chat_model: ChatModel, run: RunFolder, media_folder: Path
+    ) -> tuple[Answer | None, dict[str, Any]]:
+        """Save the media of a response. Return the response (None if it failed) and the last fields of its record."""
+        files = []
+        media = []
+        try:
+            if isinstance(outcome, UserError):
+                raise outcome
+            for i, piece in enumerate(outcome):
                 if piece.modality != "text":
                     file = Path(chat_model.save(piece, media_folder / str(i)))
                     files.append(file)
                     media.append({"modality": piece.modality, "file": str(file.relative_to(run.root))})
-        except (BadRow, BadMedia, UserError, OSError) as error:
-            return None, record | {"error": " ".join(str(error).split())}
-
-        text = chat_model.text(pieces)
+        except (UserError, OSError) as error:
+            return None, {"error": " ".join(str(error).split())}
+        text = chat_model.text(outcome)
         answer = Answer(
-            question=question.shown,
+            question=prompt.question.shown,
             text=text,
-            expected=question.expected,
+            expected=prompt.question.expected,
             files=files,
-            row=row,
-            where=held_out.where,
+            row=prompt.row,
+            where=prompt.record["row"],
         )
-        return answer, record | {"answer": text, "items": media}
+        return answer, {"answer": text, "items": media}
 
 
 def choose_rows(reader: Reader) -> list[HeldOutRow]:

@@ -3,15 +3,14 @@
 A run folder may come from an untrusted source. Code that its config names is imported only with permission.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.config.plugins import check_allowed
 from omnizoo.config.schema import Config
-
-PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # keys that may name a plugin, in any section
 
 
 def load_evaluation_config(
@@ -51,27 +50,10 @@ def load_evaluation_config(
 
 def _check_code(config: Config, file: Path, allow_code: Sequence[str], trust_remote_code: bool) -> None:
     """Raise `UserError` if the config of a run folder names code that is not allowed."""
-    for name in named_code(config.model_dump(mode="json")):
-        module = name.partition(":")[0]
-        if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in allow_code):
-            raise UserError(
-                f"{file}: the plugin {name} is not allowed. If you trust it, add --allow-code {module}, or pass your "
-                "config instead of the run folder."
-            )
+    settings = config.model_dump(mode="json")
+    check_allowed(settings, allow_code, str(file), "pass your config instead of the run folder")
     if config.model.trust_remote_code and not trust_remote_code:
         raise UserError(
             f"{file}: model.trust_remote_code is set. If you trust the code in the model folder, add "
             "--trust-remote-code."
         )
-
-
-def named_code(value: Any, key: str = "") -> Iterator[str]:
-    """Yield every plugin name (`package.module:name`) in a config."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from named_code(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from named_code(inner, key)
-    elif key in PLUGIN_KEYS and isinstance(value, str) and ":" in value:
-        yield value

@@ -101,7 +101,9 @@ class Reference:
     def _open_cache(self, folder: str, config: Config) -> ReferenceCache:
         """Open the cache of this reference in `folder`. Collective: all ranks must call it."""
         mesh = self.mesh
-        identity = sync_errors(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
+        identity = sync_errors(
+            mesh, lambda: base_identity(self.config.model, self.config.train.seed) if mesh.is_first else ""
+        )
         name = cache_name(mesh.from_first(identity), config, self.is_base)
         key = f"train.losses: {self.kind}: reference_cache"
         return sync_errors(mesh, lambda: ReferenceCache(folder, name, mesh.sp_rank == 0, key))
@@ -160,7 +162,7 @@ class Reference:
             )
         spec = config.model.model_copy(update={"adapter": None})
         if self.folder is not None:
-            spec = ModelSection(path=self.folder, attention=config.model.attention)
+            spec = ModelSection(path=self.folder, attention=config.model.attention, recipe=config.model.recipe)
         return config.model_copy(update={"model": spec, "optimizer": OptimizerSection()})
 
     def _copy(self) -> nn.Module:

@@ -17,7 +17,7 @@ from omnizoo.checkpoint.export import export
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.generation.chat_model import ChatModel, load_chat_model
-from omnizoo.generation.generate import Conversation
+from omnizoo.generation.conversation import Conversation
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.build import build_model

@@ -274,6 +274,24 @@ def test_best_checkpoint_and_early_stopping_use_any_metric(tmp_path: Path, capsy
     assert "eval/accuracy" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("section", "key"), [({"checkpoint": {"best": "eval/raises"}}, "checkpoint.best"), ({}, "evaluation.early_stop")]
+)
+def test_first_evaluation_without_a_required_metric_raises(
+    section: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation: dict[str, Any] = {"samples": 3, "max_tokens": 2, "metrics": ["own_metrics:raises"]}
+    if not section:
+        evaluation["early_stop"] = {"metric": "eval/raises"}
+    assert main(["train", str(config(tmp_path, evaluation=evaluation, **section))]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {key}")
+    assert "step 2 did not compute eval/raises" in err
+    assert "eval/questions/loss" in err  # the metrics that it computed
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()  # no step is lost
+
+
 @pytest.mark.long
 def test_generated_media_are_in_run_folder_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A composed model whose every answer begins with an item of its own."""
@@ -347,6 +365,6 @@ def test_report_escapes_responses(tmp_path: Path) -> None:
     page = write_report(RunFolder(tmp_path)).read_text()
     assert "&lt;script&gt;" in page
     assert 'href="./javascript%3Aalert%281%29"' in page
-    assert 'data="./samples/step_00000002/0/0.png"' in page
-    assert page.count("<object") == 2  # the last one, and the one with a quote in its name
-    assert "/etc/passwd" not in page.replace("<br>/etc/passwd", "")
+    assert 'src="./samples/step_00000002/0/0.png"' in page
+    assert page.count("<img") == 2  # the last one, and the one with a quote in its name
+    assert "/etc/passwd" not in page.replace("<p>/etc/passwd</p>", "")

@@ -1,0 +1,70 @@
+"""Join the KV caches of several conversations to one cache with padding on the left, and take them apart again.
+
+Only caches of attention layers can be joined. The caches are those of transformers, whose `generate` also pads on the
+left; joining them after the prompts is our own, because transformers processes all prompts of a batch at once.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+
+def can_join(cache: DynamicCache) -> bool:
+    """Whether all layers of a cache have keys and values with one position per token."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def join_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
+    """Return a cache with the rows of all `caches`, each padded on the left to `length` positions."""
+    aligned = [resized(cache, length) for cache in caches]
+    joined = aligned[0]
+    for layers in zip(*(cache.layers for cache in aligned), strict=True):
+        _join_layers(layers)
+    return joined
+
+
+def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
+    """Return the cache of one row, without its padding: the last `length` positions."""
+    return resized(cache, length, [row])
+
+
+def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None) -> DynamicCache:
+    """Return a cache of `length` positions: padding is added or removed on the left.
+
+    Args:
+        cache: The cache, which is not changed.
+        length: Number of positions.
+        rows: Rows to keep; None keeps all.
+    """
+    result = copy(cache)
+    result.layers = [_resized_layer(layer, length, rows) for layer in cache.layers]
+    return result
+
+
+def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
+    """Return a layer of a cache with `length` positions, of which a sliding window keeps the last ones."""
+    result = copy(layer)
+    if not layer.is_initialized:
+        return result
+    kept = length
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = min(length, layer.sliding_window - 1)
+        result.cumulative_length = length
+    for name in ("keys", "values"):
+        states = getattr(layer, name)
+        if rows is not None:
+            states = states[list(rows)]
+        setattr(result, name, pad(states, (0, 0, kept - states.shape[-2], 0)))
+    return result
+
+
+def _join_layers(layers: Sequence[Any]) -> None:
+    """Append the keys and values `[rows, heads, positions, width]` of the other layers to those of the first."""
+    if layers[0].is_initialized:  # a layer that shares the keys of another layer has none
+        layers[0].keys = torch.cat([layer.keys for layer in layers])
+        layers[0].values = torch.cat([layer.values for layer in layers])
