@@ -6,6 +6,7 @@ from omnizoo.checkpoint.export import Exported
 from omnizoo.checkpoint.export_run import export
 from omnizoo.checkpoint.resume import find_checkpoint
 from omnizoo.checkpoint.save import load_checkpoint, save_checkpoint
+from omnizoo.cli.generate import generate
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
@@ -32,7 +33,7 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.reporting.report import ReportSection, write_report
-from omnizoo.reporting.results import BestMetric, EvaluationResult, TrainResult
+from omnizoo.reporting.results import BestMetric, EvaluationResult, GeneratedResponse, TrainResult
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.rl.engine import Engine
 from omnizoo.rl.rollouts import Rollout
@@ -72,6 +73,7 @@ __all__ = [
     "EvaluationEvent",
     "EvaluationResult",
     "Exported",
+    "GeneratedResponse",
     "Inputs",
     "LikelihoodDecoder",
     "LocalBatch",
@@ -110,6 +112,7 @@ __all__ = [
     "export",
     "find_checkpoint",
     "fit_patch_codebook",
+    "generate",
     "load_chat_model",
     "load_checkpoint",
     "load_config",

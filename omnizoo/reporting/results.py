@@ -1,4 +1,4 @@
-"""Results of training and evaluation, as the Python functions return them."""
+"""Results of training, evaluation and generation, as the Python functions return them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +53,16 @@ class EvaluationResult:
     metrics: Metrics  # held-out losses and metrics, by name (`eval/...`)
     samples: Sequence[Mapping[str, Any]] = field(default_factory=list)  # prompts and responses, as in `samples.jsonl`
     exit_code: int = 0  # exit code of `omnizoo eval`
+
+
+@dataclass(frozen=True)
+class GeneratedResponse:
+    """The response to one prompt."""
+
+    prompt: str  # text of the prompt
+    text: str  # text of the response; a media item appears as its modality in brackets
+    expected: str | None  # response in the row; None if it has none
+    files: Sequence[Path]  # generated media
 
 
 def read_train_result(config: Config, stop_reason: str) -> TrainResult:

@@ -14,6 +14,7 @@ from tiny import model_config
 from transformers import AutoModelForCausalLM
 
 import omnizoo
+from omnizoo.cli.main import main
 
 __all__ = ["tokenizer"]  # a fixture
 
@@ -102,3 +103,27 @@ def test_stop_reason_names_the_signal_or_the_callback(tokenizer: Path, tmp_path:
     assert interrupted.stop_reason == "SIGINT"
     assert interrupted.checkpoint == tmp_path / "other" / "checkpoints" / f"step_{interrupted.step:08d}"
     assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_generate_returns_what_the_command_writes(run: omnizoo.TrainResult, tmp_path: Path) -> None:
+    prompts = ["one and", "2 and 3", "x"]
+    responses = omnizoo.generate(run.folder, prompts, max_tokens=5, temperature=0)
+    flags = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    out = tmp_path / "out.jsonl"
+    command = ["generate", str(run.folder), *flags, "--max-tokens", "5", "--temperature", "0", "--out", str(out)]
+    assert main(command) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(response.prompt, response.text) for response in responses] == [
+        (record["prompt"], record["answer"]) for record in records
+    ]
+    (only,) = omnizoo.generate(run.folder, prompts[1], max_tokens=5, temperature=0)
+    assert only == responses[1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "key"),
+    [([3], {}, r"^prompts\[0\]"), ("a", {"temperature": -1}, "temperature"), ("a", {"speaker": "me"}, "speaker")],
+)
+def test_wrong_argument_of_generate_raises_one_line(run: omnizoo.TrainResult, prompts, options, key: str) -> None:
+    with pytest.raises(omnizoo.UserError, match=key):
+        omnizoo.generate(run.folder, prompts, **options)
