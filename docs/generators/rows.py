@@ -19,6 +19,7 @@ TRAINED_ON = {
     "caption": "the caption, after the media",
     "from_caption": "the media, after the caption",
     "document": "all tokens",
+    "tokenized": "tokens whose label is not -100, or whose mask is 1; otherwise all tokens",
 }
 
 
@@ -34,6 +35,13 @@ LIMITS = (
     Limit("rows of a Python iterable", "omnizoo.data.sources.python_rows", "MAX_ROWS_IN_MEMORY", "rows"),
     Limit("loss weight of a message or row", "omnizoo.data.rows.messages", "MAX_WEIGHT", ""),
     Limit("image, or frame of a video", "omnizoo.modalities.files.decoding", "MAX_PIXELS", "pixels"),
+    Limit("scans of a progressive JPEG", "omnizoo.modalities.files.image", "MAX_SCANS", "scans"),
+    Limit(
+        "tiles of a TIFF, with their parts beyond the image",
+        "omnizoo.modalities.files.tiff",
+        "MAX_TILE_PIXELS",
+        "pixels",
+    ),
     Limit("all decoded frames of a video", "omnizoo.modalities.files.video", "MAX_VIDEO_PIXELS", "pixels"),
     Limit("ratio of the sides of an image", "omnizoo.modalities.encoders.image", "MAX_ASPECT_RATIO", ""),
     Limit("audio channels", "omnizoo.modalities.files.audio", "MAX_CHANNELS", "channels"),

@@ -52,7 +52,7 @@ def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
         load, rank = loads[0]
         owner[item] = rank
         heapreplace(loads, (load + int(int_costs[item]), rank))
-    # A zero-cost item on every rank allows a swap to move a single item.
+    # Add an item with cost 0 to every rank. A swap with such an item moves a single item.
     owner = np.concatenate([owner, np.arange(ranks)])
     padded_costs = np.concatenate([int_costs, np.zeros(ranks, np.int64)])
     _swap_items(padded_costs, owner, ranks, MAX_ITEM_COMPARISONS)
@@ -62,8 +62,8 @@ def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
 def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int, sp: int) -> Numbers:
     """Return the rank of each item. With many ranks, prefer ranks near those that hold the tokens of the item.
 
-    The ranks form blocks of neighbors. Only the cost by which a block exceeds the mean is assigned to other blocks, so
-    that most features are sent over short distances.
+    The ranks form blocks of neighbors. If the cost of a block exceeds the mean, only the excess is assigned to other
+    blocks, so that most features are sent over short distances.
 
     Args:
         costs: `[items]`, cost of each item.

@@ -8,7 +8,7 @@ from omnizoo.balancing.pack_cost import PackCost
 from omnizoo.balancing.redistribute import redistribute
 from omnizoo.balancing.step_data import StepData
 from omnizoo.config.schema import Config
-from omnizoo.data.loading.lane_stream import LoadedStep
+from omnizoo.data.loading.lane_stream import LoadedStep, LoadingStopped
 from omnizoo.data.packing.kto_baseline import split_kto_baseline
 from omnizoo.models.media.hf_model import media_model
 from omnizoo.parallel.errors import raise_first
@@ -53,6 +53,7 @@ class Balancer:
 
         Raises:
             UserError: If loading failed on any rank. The same error is raised on all ranks.
+            LoadingStopped: If any rank has stopped to load the step.
         """
         redistribute_packs = partial(
             redistribute,
@@ -76,6 +77,8 @@ class Balancer:
             )
 
         raise_first(status["error"] for status in statuses)
+        if any(status["is_stopped"] for status in statuses):
+            raise LoadingStopped
         counters = {}
         for name in loaded.counters:
             counters[name] = sum(status["counters"][name] for status in statuses)

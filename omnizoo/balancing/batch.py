@@ -1,4 +1,4 @@
-"""A micro-batch: concatenated packs, as CPU tensors."""
+"""A micro-batch, which consists of concatenated packs as CPU tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The cost of a pack, by which packs are assigned to ranks."""
+"""Compute the cost of packs, by which they are assigned to ranks."""
 
 from collections import Counter
 from dataclasses import replace

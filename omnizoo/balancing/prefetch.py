@@ -1,8 +1,8 @@
 """Load and redistribute the next step in a thread while the model trains on the current one.
 
 The thread receives packs from the loader workers, redistributes them over a separate process group, and pins their
-memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps: in a
-second thread, decoding would delay kernel launches, and the limits on chat templates apply to a whole process.
+memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps. In a
+second thread, decoding would delay kernel launches, and the limits on chat templates would apply to the whole process.
 """
 
 import queue
@@ -22,8 +22,9 @@ from omnizoo.data.loading.loader import Loader
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.exchange import new_thread_group
 
-TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
+TIMEOUT = 60.0  # seconds to wait at the end of a run for ranks that are still loading a step
 TIMEOUT_AFTER_ERROR = 3.0  # seconds
+WAIT_SECONDS = 1.0  # time between two checks whether to stop, while a step is loading
 
 Loaded = tuple[LoadedStep, dict[str, Any]]  # the step, and the state of the loader after it
 
@@ -54,7 +55,10 @@ def load_step(loader: Loader) -> LoadedStep:
 
 
 class Prefetcher:
-    """Loads `num_steps` steps ahead of time; `next` returns them in order. All ranks must request every step."""
+    """Loads each of `num_steps` steps before it is needed.
+
+    `next` returns them in order. All ranks must request every step.
+    """
 
     def __init__(
         self,
@@ -62,10 +66,12 @@ class Prefetcher:
         balancer: Balancer,
         num_steps: int,
         phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.loader = loader
         self.balancer = balancer
         self.phases = phases
+        self.stop_requested = stop_requested
         self.num_left = num_steps
         self.state: dict[str, Any] = {}  # loader state after the last step that `next` returned
         self.is_working = False
@@ -77,16 +83,30 @@ class Prefetcher:
         self._request_step()
 
     def next(self) -> StepData:
-        """Return the next step. Errors that occurred while loading it are raised here."""
+        """Return the next step. Errors that occurred while loading it are raised here.
+
+        Raises:
+            LoadingStopped: If a stop was requested while the workers of a rank were loading. All ranks raise it, and
+                `state` stays that of the step before.
+        """
         assert self.is_working, "`next` was called more often than there are steps"
         with self.phases("data"):
-            result = self._results.get()
+            result = self._wait()
             self.is_working = False
             if isinstance(result, BaseException):
                 raise result
             data, self.state = result
             self._request_step()
         return data
+
+    def _wait(self) -> tuple[StepData, dict[str, Any]] | BaseException:
+        """Return the result of the thread. If a stop is requested meanwhile, do not wait for the workers."""
+        while True:
+            try:
+                return self._results.get(timeout=WAIT_SECONDS)
+            except queue.Empty:
+                if self.stop_requested():
+                    self.loader.stop()
 
     def _start_thread(self) -> threading.Thread:
         """Start the thread that redistributes steps."""
@@ -116,7 +136,7 @@ class Prefetcher:
         return load_step(self.loader), self.loader.state_dict()
 
     def _work(self, is_ready: threading.Event) -> None:
-        """Prepare steps on request, until the request is None. Runs in the thread."""
+        """Prepare steps on request, until the request is None. This method runs in the thread."""
         torch.set_num_threads(1)  # otherwise torch starts a second full pool of compute threads for this thread
         is_ready.set()
         while (load := self._requests.get()) is not None:
@@ -134,12 +154,19 @@ class Prefetcher:
     ) -> None:
         """Stop the thread. All ranks stop at the same step, so the thread can finish unless a rank failed."""
         timeout = TIMEOUT if error is None else TIMEOUT_AFTER_ERROR
-        if self.is_working:
-            try:
-                self._results.get(timeout=timeout)
-            except queue.Empty:
-                return
-        self._requests.put(None)
-        # Freeing tensors or process groups in a thread while the interpreter exits would abort the process.
-        self._thread.join(timeout)
+        if self._is_idle(timeout):
+            self._requests.put(None)
+            # Freeing tensors or process groups in a thread while the interpreter exits would abort the process.
+            self._thread.join(timeout)
         self.loader.close()
+
+    def _is_idle(self, timeout: float) -> bool:
+        """Whether the thread has prepared its step within `timeout` seconds. The step is discarded."""
+        if not self.is_working:
+            return True
+        self.loader.stop()  # workers may be stuck
+        try:
+            self._results.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        return True

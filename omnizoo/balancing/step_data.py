@@ -13,8 +13,9 @@ class StepData:
 
     micro_batches: Sequence[Batch]
     totals: StepTotals
-    imbalance: dict[str, float]  # busiest rank / mean over ranks, for tokens and for each encoder and decoder
-    counters: dict[str, int] = field(default_factory=dict)  # since the start: skipped rows, dropped or split samples
+    imbalance: dict[str, float]  # load of the busiest rank / mean load, for tokens and for each port
+    # Since the start of the run: numbers of skipped rows, and of dropped or split samples.
+    counters: dict[str, int] = field(default_factory=dict)
     bad_rows: Sequence[str] = ()  # messages about rows that were skipped in this step, from all ranks
     kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs, for a forward pass without loss
 

@@ -1,4 +1,4 @@
-"""The plan of a step: packs are assigned to data-parallel ranks, and media items to all ranks, by cost.
+"""Plan a step: assign packs to data-parallel ranks, and media items to all ranks, by cost.
 
 A plan depends only on the pack metadata (lengths and costs, no token data). Every rank computes the same plan without
 communication, and a plan can also be computed outside a distributed run.
@@ -52,7 +52,7 @@ class StepPlan:
 
     rounds: list["MicroBatchPlan"]
     totals: StepTotals
-    imbalance: dict[str, float]  # busiest rank / mean over ranks, for packs (`tokens`) and for each port
+    imbalance: dict[str, float]  # load of the busiest rank / mean load, for packs (`tokens`) and for each port
 
 
 @dataclass(frozen=True)

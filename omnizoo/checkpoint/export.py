@@ -12,6 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel
 
 from omnizoo.checkpoint import manifest, tensor_files
+from omnizoo.checkpoint.model_card import write_card
 from omnizoo.checkpoint.resume import best_checkpoint, resolve_checkpoint
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.sections.model import ModelSection
@@ -19,11 +20,11 @@ from omnizoo.config.versions import install_command
 from omnizoo.modalities.decoders.precomputed_speech import VOICES, write_pickled_voices
 from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.modalities.processor_files import PROCESSOR_FILES, processor_files
+from omnizoo.modalities.processor_needs import TORCHVISION, processor_packages
 from omnizoo.models.adapters.lora import AdapterInfo, merge
 from omnizoo.models.adapters.peft_files import write_folder
 from omnizoo.models.export_files import set_dtype
 from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
-from omnizoo.models.processor_needs import TORCHVISION, processor_packages
 from omnizoo.models.read_config import load_tokenizer, read_generation_config, read_model_config
 from omnizoo.models.untrusted_folders import read_json
 
@@ -45,7 +46,7 @@ def export(
     """Write a checkpoint to `out`, as a folder that `from_pretrained` and inference engines load.
 
     For a user-defined module, the folder contains the weights and the tokenizer; load it with
-    `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, it is a PEFT folder.
+    `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, `out` is a PEFT folder.
 
     Args:
         checkpoint: A checkpoint, or a run folder whose newest checkpoint is exported.
@@ -53,8 +54,8 @@ def export(
         dtype: Precision of the weights. None keeps the precision of the model that training started from, or that of
             the master weights if they were initialized randomly.
         ema: Export the moving average of the trained weights.
-        allow_code: Python modules that may be imported if the checkpoint names them. The checkpoint itself cannot
-            allow any.
+        allow_code: Python modules that may be imported if the checkpoint names them. The checkpoint itself cannot allow
+            modules.
         trust_remote_code: Run Python code inside the checkpoint's model folder.
         best: Export the best checkpoint of the run folder instead of the newest.
         base: Function that returns the base model of the adapter and its weights. The adapter is merged into them.
@@ -109,6 +110,7 @@ def export(
         kind = "PEFT adapter" if adapter else "user module"
         _write_weights(partial, state, adapter)
     load_tokenizer(spec).save_pretrained(partial)
+    write_card(partial, source, library="transformers" if model is not None else "peft" if adapter else "omnizoo")
     if out.exists():
         out.rmdir()
     os.rename(partial, out)
@@ -117,7 +119,10 @@ def export(
 
 
 def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
-    """Return the weights of `model`, or all weights of the checkpoint, by their names in the model."""
+    """Return the weights of `model`, by their names in the model.
+
+    If `model` is None, return all weights of the checkpoint.
+    """
     saved = tensor_files.on_meta(source / "tensors")
     needed = saved if model is None else tensor_files.model_tensors(model)
     weights = {}
@@ -182,7 +187,7 @@ def cast(
 
 
 def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
-    """Return the tensors that keep their precision: those in frozen tokenizers or kept in fp32 by transformers."""
+    """Return the names of tensors that are in frozen tokenizers, or that transformers keeps in fp32."""
     if model is None:
         return set()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))

@@ -1,4 +1,4 @@
-"""Checkpoint folders. Saving is atomic: files are written under a temporary name, which is renamed at the end.
+"""Checkpoint folders. Saving is atomic: files are written to a temporary folder, which is renamed at the end.
 
 step_00000020/
   manifest.json    step, run, size and hash of every other file; a folder that does not match it is not a checkpoint
@@ -52,7 +52,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def damage(folder: Path, mesh: Mesh | None = None) -> str | None:
-    """Return why a checkpoint is damaged or incomplete; None if it is intact, down to the last byte.
+    """Return why a checkpoint is damaged or incomplete; None if every byte of it is intact.
 
     With a mesh, each rank reads some of the files, and all ranks return the same result. Collective if `mesh` is
     given: all ranks must call it.
@@ -118,8 +118,8 @@ def owner(folder: Path) -> str | None:
 def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str, File]) -> None:
     """Write the manifest, flush everything to disk, and rename `partial` to `final`.
 
-    Files of other nodes are looked up by name, because on a network file system the listing of a folder may be older
-    than its files.
+    Files of other nodes are looked up by name, because on a network file system the listing of a folder may not contain
+    its newest files yet.
 
     Args:
         partial: The temporary folder with all files.
@@ -135,7 +135,8 @@ def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str
     for name in written:
         if not (partial / name).is_file():
             raise FileNotFoundError(
-                f"{name}: written by another rank, but not found here. Use a checkpoint.dir that all nodes share."
+                f"{name}: another rank has written this file, but it does not exist on this node. Use a checkpoint.dir "
+                "that all nodes share."
             )
 
     hashes = dict(written)

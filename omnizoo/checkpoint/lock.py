@@ -63,9 +63,9 @@ def _lock(path: Path, key: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # Use a record lock, because loader workers do not inherit it: it is released when this process ends. With
-            # flock, it would be released when the workers end, a second later. Both kinds of locks work across the
-            # hosts of a network file system.
+            # Use a record lock. Loader workers do not inherit it, so it is released when this process ends. A flock
+            # would be released when the workers end, a second later. Both kinds of locks work across the hosts of a
+            # network file system.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The previous owner may have removed the file after it was opened here. In this case, try again.
             if _is_at(lock, path):
@@ -116,9 +116,9 @@ def _read_owner(lock: int) -> dict[str, object] | None:
 
 
 def _may_be_running(owner: dict[str, object] | None) -> bool:
-    """Whether the owner of the lock may still be running. Always true if it is on another host.
+    """Whether the owner of the lock may still be running. This is always True if the owner is on another host.
 
-    Only needed on file systems without locks.
+    This check is only needed on file systems without locks.
     """
     if owner is None:
         return False

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the size and hash of every file, the step and the run id. It detects any changed byte.
 
 A manifest contains a hash of itself and has exactly one valid text for its content. Any other text is rejected as
-damaged. xxh3 is not a cryptographic hash: it detects damage, not forgery.
+damaged. xxh3 is not a cryptographic hash, so it detects damage but not forgery.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Manifest:
     files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
-        """Return the text of the manifest file, with a hash of itself."""
+        """Return the text of the manifest file, which includes a hash of its other fields."""
         files = {name: {"bytes": file.bytes, HASH: file.hash} for name, file in sorted(self.files.items())}
         fields = {"format": FORMAT, "run": self.run, "step": self.step, "files": files}
         check = hash_bytes(json.dumps(fields).encode())
@@ -66,7 +66,7 @@ def read(folder: Path) -> Manifest:
     """
     text, fields = _read_json(folder / NAME)
     if isinstance(fields, dict) and "format" not in fields and set(fields) == {"step", "files"}:
-        raise Damage(f"{NAME} has no checksums: it was written by an older version of OmniZoo")
+        raise Damage(f"{NAME} has no checksums, because an older version of OmniZoo wrote it")
     version = fields.get("format") if isinstance(fields, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise Damage(f"{NAME} has format {version}, but this version of OmniZoo reads format {FORMAT}")
@@ -98,8 +98,8 @@ def check_outside(folder: Path, manifest: Manifest) -> None:
     """Check everything that does not require reading large files.
 
     Raises:
-        Damage: If a file is missing, has the wrong size or is not in the manifest, or if the step in the folder name
-            differs.
+        Damage: If a file is missing, has the wrong size or is not in the manifest, or if the folder name has another
+            step.
     """
     if folder.name.startswith("step_") and folder.name != f"step_{manifest.step:08d}":
         raise Damage(f"{NAME} has step {manifest.step}, but the name of the folder is {folder.name}")
@@ -115,7 +115,7 @@ def check_outside(folder: Path, manifest: Manifest) -> None:
             raise Damage(f"{name} is missing")
         size = path.stat().st_size
         if size != file.bytes:
-            raise Damage(f"{name} has {size} bytes, but {NAME} has {file.bytes}")
+            raise Damage(f"{name} has {size} bytes, but {NAME} lists {file.bytes}")
 
 
 def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

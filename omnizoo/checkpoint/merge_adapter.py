@@ -11,6 +11,7 @@ from omnizoo.checkpoint import manifest
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.hub.resolve import resolve_names
 from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.models.adapters.base_identity import base_identity, check_base_identity
 from omnizoo.models.adapters.lora import attached, merge
@@ -35,7 +36,7 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     Raises:
         UserError: If the base model is a user-defined module, has frozen tokenizers, or has changed since training.
     """
-    config = load_config(source / "config.yaml", [])
+    config, _ = resolve_names(load_config(source / "config.yaml", []), with_data=False)
     state = manifest.read_state(source, manifest.read(source))
     if is_own_module(config.model) or config.model.given is not None:
         raise UserError(f"--merge: the base model of {source} is a user module. Merge the adapter in Python.")
@@ -44,7 +45,7 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     adapter = config.model.adapter
     if adapter is not None and adapter.base is not None:
         log.warning(
-            "--merge: the adapter was trained on a base in %s, and is merged into the original base", adapter.base
+            "--merge: the adapter was trained on a base in %s, but is merged into the original base", adapter.base
         )
     model = build_model(spec, "fp32")
     if any(isinstance(module, Frozen) for module in model.modules()):

@@ -1,4 +1,4 @@
-"""Find the starting point of a run: its newest checkpoint, a given one, the weights of another run, or new weights."""
+"""Find the starting point of a run: its newest or a named checkpoint, the weights of another run, or new weights."""
 
 import logging
 import os
@@ -9,6 +9,7 @@ from omnizoo.checkpoint import folder as folders
 from omnizoo.checkpoint import manifest, retention
 from omnizoo.checkpoint.run_id import new_id, only_owner, read_identity
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import parse_name
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.checkpoint import OLD_WEIGHTS_PREFIX
 from omnizoo.parallel.errors import sync_errors
@@ -34,9 +35,9 @@ class ResumePlan:
     """The checkpoint to look for, decided before any large file is read."""
 
     origin: StartingPoint
-    exact: Path | None = None  # use this checkpoint or raise
+    exact: Path | None = None  # use this checkpoint, or raise an error if it is damaged
     newest_in: Path | None = None  # use the newest intact checkpoint in this folder
-    required: bool = False  # raise if `newest_in` has no checkpoint
+    required: bool = False  # raise an error if `newest_in` has no checkpoint
 
 
 def find_checkpoint(config: Config, directory: Path, mesh: Mesh) -> StartingPoint:
@@ -55,7 +56,7 @@ def find_checkpoint(config: Config, directory: Path, mesh: Mesh) -> StartingPoin
 
     Raises:
         UserError: If the named checkpoint is missing or damaged, if it conflicts with the checkpoints in `directory`,
-            or if all checkpoints are damaged: the run would otherwise silently start again at step 0.
+            or if all checkpoints are damaged, because the run would otherwise silently start again at step 0.
     """
     plan: ResumePlan = mesh.from_first(sync_errors(mesh, lambda: _plan(config, directory) if mesh.is_first else None))
     checkpoint = plan.exact
@@ -82,8 +83,8 @@ def all_damaged(directory: Path, damaged: dict[Path, str]) -> str:
     newest, reason = next(iter(damaged.items()))
     others = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     return (
-        f"checkpoint.dir: {directory} contains no intact checkpoint: {newest.name}: {reason}{others}. Move it away to "
-        "start at step 0, or set checkpoint.resume to an intact checkpoint."
+        f"checkpoint.dir: {directory} contains no intact checkpoint: {newest.name}: {reason}{others}. Move the folder "
+        "away to start at step 0, or set checkpoint.resume to an intact checkpoint."
     )
 
 
@@ -132,11 +133,11 @@ def _plan(config: Config, directory: Path) -> ResumePlan:
     if request == "auto":
         return resumed or ResumePlan(new_run, newest_in=directory)
     if request == "never":
-        # torchrun restarts ranks with the original command; `never` applied to the first start only.
+        # torchrun restarts ranks with the original command, but `never` applies to the first start only.
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if identity and identity.resume == "never" and num_restarts and resumed:
             return resumed
-        raise UserError(f"checkpoint.resume: never, but {directory} contains {existing[0].name} of a run. {ADVICE}")
+        raise UserError(f"checkpoint.resume: never is not possible, because {existing[0]} exists. {ADVICE}")
 
     key = "checkpoint.resume"
     target = request
@@ -167,7 +168,8 @@ def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
     path = Path(config.model.init_from).expanduser()
     origin = replace(origin, weights_only=True)
     if not path.is_dir():
-        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.")
+        hint = "" if parse_name(config.model.init_from) is None else " For a model on the hub, set model.path instead."
+        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.{hint}")
     if is_checkpoint(path):
         return ResumePlan(origin, exact=path)
     if (path / "config.json").exists():
@@ -180,12 +182,14 @@ def _from_checkpoint(path: Path, origin: StartingPoint) -> ResumePlan:
     if not path.is_dir():
         raise UserError(f"checkpoint.resume: {path} is not a folder. Use auto, never or the path of a checkpoint.")
     if not is_checkpoint(path):
-        raise UserError(f"checkpoint.resume: {path} is not a checkpoint: {manifest.NAME} not found. Pass a checkpoint.")
+        raise UserError(
+            f"checkpoint.resume: {path} is not a checkpoint, because it has no {manifest.NAME}. Pass a checkpoint."
+        )
     return ResumePlan(origin, exact=path)
 
 
 def _check_newest(path: Path, existing: list[Path]) -> None:
-    """Check that no newer checkpoint exists: `auto` would later resume from it instead.
+    """Check that no newer checkpoint exists, because `auto` would later resume from the newer one instead.
 
     If `path` is damaged, newer checkpoints are accepted here, because loading `path` raises an error later.
     """
@@ -202,16 +206,18 @@ def resolve_checkpoint(checkpoint: Path) -> Path:
         UserError: If there is no intact checkpoint.
     """
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint}: not a folder. Pass a checkpoint (step_...) or a run folder.")
+        raise UserError(f"{checkpoint}: this is not a folder. Pass a checkpoint (step_...) or a run folder.")
     if is_checkpoint(checkpoint):
         reason = folders.damage(checkpoint)
         if reason is not None:
-            raise UserError(f"{checkpoint}: damaged or incomplete: {reason}. Choose another checkpoint.")
+            raise UserError(f"{checkpoint}: the files are damaged or incomplete: {reason}. Choose another checkpoint.")
         return checkpoint
     newest, damaged = folders.newest_intact(checkpoints_in(checkpoint))
     if newest is None:
         reasons = "".join(f"; {path.name}: {reason}" for path, reason in damaged.items())
-        raise UserError(f"{checkpoint}: contains no intact checkpoint (step_...){reasons}. Choose another folder.")
+        raise UserError(
+            f"{checkpoint}: the folder contains no intact checkpoint (step_...){reasons}. Choose another folder."
+        )
     return newest
 
 

@@ -39,7 +39,7 @@ def read_identity(root: Path) -> Identity | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("%s cannot be read (%s): the run is identified by its checkpoints only", root / RUN_FILE, error)
+        logger.warning("%s cannot be read (%s). The run is identified by its checkpoints only.", root / RUN_FILE, error)
         return None
 
 

@@ -109,7 +109,9 @@ def save_checkpoint(
 def load_checkpoint(
     origin: StartingPoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
 ) -> dict[str, Any]:
-    """Load the checkpoint that a run starts from, whatever layout wrote it. Collective: all ranks must call it.
+    """Load the checkpoint that a run starts from. It may have been written on any layout.
+
+    Collective: all ranks must call it.
 
     Args:
         origin: The starting point of the run, from `find_checkpoint`.
@@ -159,7 +161,9 @@ def _read_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
-        raise UserError(f"{checkpoint}: cannot be read: {_reason(error)}. Choose another checkpoint.") from error
+        raise UserError(
+            f"{checkpoint}: the checkpoint cannot be read: {_reason(error)}. Choose another checkpoint."
+        ) from error
 
 
 def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
@@ -169,7 +173,7 @@ def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
         try:
             return work()
         except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
-            raise SaveError(_reason(error)) from error  # libraries raise any class: tokenizers raises a bare Exception
+            raise SaveError(_reason(error)) from error  # libraries raise errors of any class, even Exception
 
     try:
         return sync_errors(mesh, saving, SaveError)

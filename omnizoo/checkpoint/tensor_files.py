@@ -1,7 +1,7 @@
-"""Write and read sharded tensors with torch's distributed checkpoint (DCP). Safetensors files need no unpickling.
+"""Write and read sharded tensors with torch's distributed checkpoint (DCP).
 
-Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`. Files that one layout wrote
-can be read by any other.
+Files are in the safetensors format, so reading them needs no unpickling. Names are flat: `model.<parameter>`,
+`optimizer.<parameter>.<state>` and `ema.<parameter>`. Files that one layout wrote can be read by any other.
 """
 
 import os
@@ -64,7 +64,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing optimizer state with a step that changes no weights: zero gradients, zero learning rate."""
+    """Create missing optimizer state with a step that changes no weights.
+
+    Gradients and learning rates are 0 in this step.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     all_parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in all_parameters]
@@ -96,11 +99,11 @@ def begin_average(optimizer: torch.optim.Optimizer) -> None:
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
-    """Write the local shards of every rank. Collective: all ranks must call it. A failure raises on all ranks.
+    """Write the local shards of every rank. Collective: all ranks must call it. Errors are raised on all ranks.
 
     Returns:
         The size and hash of each file of this rank, by name. Hashes are computed from the bytes in memory. Files are
-        not read back, so damage by the disk is detected later.
+        not read back, so damage by the disk is detected only when they are loaded.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     writer.fs = files = _HashingFiles()
@@ -166,21 +169,21 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     for name, tensor in sorted(tensors.items()):
         if name not in saved:
             raise UserError(
-                f"{folder.parent}: {name} is missing. The checkpoint was written with another {_section_of(name)}: "
-                "restore that, or choose another checkpoint."
+                f"{folder.parent}: {name} is missing. The checkpoint was written with another {_section_of(name)}. "
+                "Restore it, or choose another checkpoint."
             )
         saved_shape = tuple(saved[name].size)
         if saved_shape != tuple(tensor.shape):
             raise UserError(
                 f"{folder.parent}: {name} has shape {saved_shape}, but this run has {tuple(tensor.shape)}. The "
-                f"checkpoint was written with another {_section_of(name)}: restore that, or choose another checkpoint."
+                f"checkpoint was written with another {_section_of(name)}. Restore it, or choose another checkpoint."
             )
     kinds = {name.split(".")[0] for name in tensors}
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
             raise UserError(
                 f"{folder.parent}: {name} does not exist in this run. The checkpoint was written with another "
-                f"{_section_of(name)}: restore that, or choose another checkpoint."
+                f"{_section_of(name)}. Restore it, or choose another checkpoint."
             )
     with warnings.catch_warnings():  # an export reads in a single process on purpose
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -204,8 +207,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _fill_quantized(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
     """Quantize the plain values into `tensors`, in place.
 
-    This is done after saving too: quantizing again may round differently, and the running process must stay bitwise
-    identical to one that resumes from the checkpoint.
+    This is also done after saving, because quantizing again may round differently, and the running process must stay
+    bitwise identical to one that resumes from the checkpoint.
     """
     for name, tensor in tensors.items():
         if _is_quantized(tensor):

@@ -19,8 +19,10 @@ from rich.text import Text
 from omnizoo.cli.parser import path_argument
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import resolve_names
 
 if TYPE_CHECKING:
+    from omnizoo.data.loading.bad_rows import BadRowGroup
     from omnizoo.data.loading.inspection import InspectedSample, Inspection, PortMix, SourceMix, TokenText
     from omnizoo.data.loading.reader import Reader
     from omnizoo.modalities.item import MediaItem
@@ -30,7 +32,7 @@ NO_LOSS = "dim"
 ROLE = "bold underline"
 COLORS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # colors of modalities, in the order of the config
 MAX_PIECES = 300  # maximum number of printed pieces per sample
-MAX_BAD_ROWS = 20  # maximum number of printed bad rows
+MAX_BAD_GROUPS = 20  # maximum number of printed groups of bad rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--samples: {args.samples}; expected a number of samples, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out: {out} is a folder. Pass the name of an HTML file to write.")
+    config, _ = resolve_names(config, with_weights=False)
     from omnizoo.cli.data_page import bad_rows_page, data_page
-    from omnizoo.data.loading.inspection import TooManyBadError, inspect_data, one_lane
+    from omnizoo.data.loading.inspection import NoUsableRowsError, inspect_data, one_lane
     from omnizoo.data.rendering.template_limits import memory_limits
     from omnizoo.data.row import stop_message
     from omnizoo.training.setup import build_bundle
@@ -67,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
         reader = build_bundle(one_lane(config)).reader()
         try:
             inspection = inspect_data(reader, args.samples)
-        except TooManyBadError as error:
+        except NoUsableRowsError as error:
             if out is not None:
-                save(out, bad_rows_page(Path(args.config).name, error.bad_rows))
-            for line in bad_row_lines(error.bad_rows):
+                save(out, bad_rows_page(Path(args.config).name, error.bad_groups))
+            for line in bad_row_lines(error.bad_groups):
                 console.print(line)
             raise
         if out is not None:
@@ -82,7 +85,18 @@ def run(args: argparse.Namespace) -> int:
         console.print(Text(f"written: {out}"), soft_wrap=True)
     if inspection.bad_rows and config.data.on_bad_row == "error":
         raise UserError(stop_message(inspection.bad_rows[0]))
+    check_sources(inspection)
     return 0
+
+
+def check_sources(inspection: "Inspection") -> None:
+    """Raise `UserError` if a source has no usable rows, which would stop the run even if bad rows are skipped."""
+    for number, source in enumerate(inspection.sources):
+        if source.reason_without_rows:
+            raise UserError(
+                f"data.sources.{number}: none of the {source.rows_read:,} rows read from {source.path} is usable; the "
+                f"last one ({source.reason_without_rows}). Fix the rows, or remove the source."
+            )
 
 
 def save(out: Path, page: str) -> None:
@@ -101,14 +115,17 @@ def facts(inspection: "Inspection") -> dict[str, tuple[str, str]]:
     num_samples = len(lengths)
     num_tokens = sum(lengths)
     num_rows = sum(source.rows for source in inspection.sources)
+    num_rows_read = sum(source.rows_read for source in inspection.sources)
+    num_bad = sum(source.bad_rows for source in inspection.sources)
     num_targets = sum(sample.loss_tokens for sample in inspection.samples)
 
+    repeated = "; some rows were split or read again" if num_samples > inspection.rows else ""
     counters = inspection.counters
     num_split = counters.split_overlong
     num_truncated = counters.truncated_overlong
     num_dropped = counters.dropped_overlong
     figures = {
-        "Samples": (f"{num_samples:,}", f"inspected; the sources have {num_rows:,} rows"),
+        "Samples": (f"{num_samples:,}", f"from {inspection.rows:,} of {num_rows:,} rows{repeated}"),
         "Length": (f"{statistics.median(lengths):,.0f}", f"median; mean {num_tokens / num_samples:,.0f} tokens"),
         "Longest": (f"{lengths[-1]:,}", inspection.longest.where),
         "Expected fill": (percent(inspection.fill, 1), f"of {inspection.packs:,} packs"),
@@ -124,7 +141,7 @@ def facts(inspection: "Inspection") -> dict[str, tuple[str, str]]:
     if counters.beyond_positions:
         note = f"samples longer than the {inspection.most_positions} positions of the model"
         figures["Beyond positions"] = (f"{counters.beyond_positions:,}", note)
-    figures["Bad rows"] = (f"{len(inspection.bad_rows):,}", f"of {inspection.rows:,} read")
+    figures["Bad rows"] = (f"{num_bad:,}", f"of {num_rows_read:,} different rows read")
     return figures
 
 
@@ -133,18 +150,21 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
     num_samples = len(inspection.samples)
     num_tokens = sum(inspection.lengths)
     source_rows = []
+    columns = ["source", "rows", "bad rows", "schema", "% of samples", "% of tokens", "mean length"]
     for source in inspection.sources:
         mean_length = f"{source.tokens / source.samples:,.0f}" if source.samples else "-"
         cells = [
             source.path,
             f"{source.rows:,}",
+            f"{source.bad_rows:,} of {source.rows_read:,} read",
             describe_schema(source),
             percent(source.samples, num_samples),
             percent(source.tokens, num_tokens),
             mean_length,
         ]
         source_rows.append(cells)
-    yield "Sources", ["source", "rows", "schema", "% of samples", "% of tokens", "mean length"], source_rows
+    title = f"Sources, mixed by {inspection.mixed_by}" if len(source_rows) > 1 else "Sources"
+    yield title, columns, source_rows
 
     if not inspection.ports:
         return
@@ -175,6 +195,8 @@ def describe_costliest(port: "PortMix") -> str:
 
 def describe_schema(source: "SourceMix") -> str:
     """Describe the row schema and why it was chosen. If there are several, give the number of samples in each."""
+    if source.reason_without_rows:
+        return "no usable row"
     if len(source.formats) == 1:
         (name,) = source.formats
         return f"{name}: {source.why}" if source.why else name
@@ -223,7 +245,7 @@ def all_pieces(sample: "InspectedSample", reader: "Reader", most: int) -> "Itera
 
 def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iterator[RenderableType]:
     """Yield everything to print. If `is_plain`, brackets instead of colors mark target tokens."""
-    yield from bad_row_lines(inspection.bad_rows)
+    yield from bad_row_lines(inspection.bad_groups)
     colors = dict(zip(reader.modalities, itertools.cycle(COLORS), strict=False))
     legend = [Text("⟦loss⟧" if is_plain else "loss", LOSS), Text("no loss", NO_LOSS)]
     for name, color in colors.items():
@@ -255,13 +277,15 @@ def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iter
         yield table
 
 
-def bad_row_lines(bad_rows: Sequence[str]) -> Iterator[Text]:
-    """Yield the first bad rows, in red, and the number of those that are not listed."""
-    for message in bad_rows[:MAX_BAD_ROWS]:
-        yield Text.assemble(("bad row: ", "bold red"), (message, "red"))
-    num_hidden = len(bad_rows) - MAX_BAD_ROWS
-    if num_hidden > 0:
-        yield Text(f"and {num_hidden:,} more bad rows", "red")
+def bad_row_lines(groups: "Sequence[BadRowGroup]") -> Iterator[Text]:
+    """Yield a line in red for each of the largest groups of bad rows, and the number of rows in the other groups."""
+    from omnizoo.data.loading.inspection import visible
+
+    for group in groups[:MAX_BAD_GROUPS]:
+        yield Text.assemble((f"{group.title}: ", "bold red"), (visible(group.first.message), "red"))
+    num_hidden = sum(group.count for group in groups[MAX_BAD_GROUPS:])
+    if num_hidden:
+        yield Text(f"and {num_hidden:,} more bad rows for other reasons", "red")
 
 
 def color_tokens(pieces: "Sequence[TokenText]", colors: dict[str, str], is_plain: bool) -> Text:

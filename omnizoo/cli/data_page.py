@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from omnizoo.cli.data import all_pieces, bars, describe_item, describe_sample, facts, tables
+from omnizoo.data.loading.bad_rows import BadRowGroup
 from omnizoo.data.loading.inspection import InspectedSample, Inspection, TokenText, visible
 from omnizoo.data.loading.reader import Reader
 from omnizoo.modalities.base import find_module
@@ -31,7 +32,7 @@ def data_page(name: str, inspection: Inspection, reader: Reader) -> str:
     return render(
         "data.html",
         title=name,
-        bad_rows=inspection.bad_rows,
+        bad_groups=inspection.bad_groups,
         inspection=inspection,
         longest=None if is_longest_shown else inspection.longest,
         costliest=[port for port in inspection.ports if port.where not in shown],
@@ -47,9 +48,9 @@ def data_page(name: str, inspection: Inspection, reader: Reader) -> str:
     )
 
 
-def bad_rows_page(name: str, bad_rows: Sequence[str]) -> str:
-    """Return an HTML page that lists the bad rows, for data that has too many of them to be inspected."""
-    return render("data.html", title=name, bad_rows=bad_rows, inspection=None, visible=visible)
+def bad_rows_page(name: str, bad_groups: Sequence[BadRowGroup]) -> str:
+    """Return an HTML page that lists the bad rows, for data without usable rows."""
+    return render("data.html", title=name, bad_groups=bad_groups, inspection=None, visible=visible)
 
 
 def _sample_blocks(sample: InspectedSample, reader: Reader) -> Iterator[tuple[str, list[Block]]]:

@@ -76,6 +76,7 @@ def examine() -> dict[str, Any]:
         "packages": packages,
         "kernels": {name: kernel_versions.get(name) if find_spec(name) else None for name in KERNELS},
         "extras": {extra: _has_extra(extra) for extra in EXTRAS},
+        "hub": _hub(),
         "warnings": [],
         "problems": problems,
     }
@@ -86,6 +87,17 @@ def examine() -> dict[str, Any]:
     if not facts.get("backends", {}).get("gloo", True):
         facts["problems"].append("torch has no gloo backend, which every run needs; install a build of torch with gloo")
     return facts
+
+
+def _hub() -> dict[str, Any]:
+    """Return the settings of the Hugging Face Hub: address, folder of the cache, and whether requests are allowed."""
+    from huggingface_hub import constants
+
+    return {
+        "endpoint": constants.ENDPOINT,
+        "cache": constants.HF_HUB_CACHE,
+        "offline": constants.is_offline_mode(),
+    }
 
 
 def _packages(extra: str = "") -> list[dict[str, Any]]:
@@ -203,6 +215,8 @@ def _print(facts: dict[str, Any]) -> None:
     row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
     row("memory", f"{facts['ram_gb']} GiB")
     row("free disk space", f"{facts['free_disk_gb']} GiB")
+    hub = facts["hub"]
+    row("hub", "offline" if hub["offline"] else hub["endpoint"], f"cache: {hub['cache']}")
     if "device" in facts:
         for i, device in enumerate(facts["devices"]):
             row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")

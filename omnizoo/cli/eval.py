@@ -6,6 +6,7 @@ from pathlib import Path
 from omnizoo.cli.parser import allow_code, path_argument
 from omnizoo.cli.train import check_nproc
 from omnizoo.config.errors import UserError
+from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
 from omnizoo.launch.rank_failure import report_failure
 from omnizoo.parallel.layout import plan_layout
@@ -47,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     check_nproc(args.nproc, started_ranks)
     world = started_ranks or args.nproc or 1
     plan_layout(config.parallel, world)
-    if place is None and world > 1:
-        return launch(["eval", str(target), *args.overrides, *rank_flags(args)], world)
+    if place is None:
+        config, pins = resolve_names(config)
+        if world > 1:
+            return launch(["eval", str(target), *args.overrides, *as_overrides(pins), *rank_flags(args)], world)
 
     watch_launcher()
     from omnizoo.training.evaluation.evaluate_checkpoint import evaluate_run

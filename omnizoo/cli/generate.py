@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo generate`."""
     parser.add_argument(
         "model",
-        metavar="MODEL_DIR",
+        metavar="MODEL",
         type=path_argument,
-        help="Hugging Face folder, such as an export; adapter folder, which is merged into its base model; or run or "
-        "checkpoint, which is exported temporarily",
+        help="Hugging Face folder, such as an export; ORG/NAME on the hub; adapter folder, which is merged into its "
+        "base model; or run or checkpoint, which is exported temporarily",
     )
     parser.add_argument(
         "--messages",
@@ -58,6 +58,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("generated"),
         help="folder for generated media, or JSONL file for all responses, with media next to it (default: generated)",
     )
+    _add_sampling(parser)
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=8,
+        help="maximum number of responses to generate at once; more need more memory (default: 8)",
+    )
+    parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
+    parser.add_argument(
+        "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="folder of the base model of an adapter folder (default: the folder that adapter_config.json names)",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="MODULE:NAME",
+        help="recipe of a model family without a built-in one (default: that of the run, if --allow-code allows it)",
+    )
+    allow_code(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that determine how tokens are sampled."""
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=256, help="maximum number of generated tokens (default: 256)"
     )
@@ -83,28 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nucleus sampling: cumulative probability to sample from (default: 1.0)",
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed of each response (default: 0)")
-    parser.add_argument(
-        "--batch",
-        metavar="N",
-        type=int,
-        default=8,
-        help="maximum number of responses to generate at once; more need more memory (default: 8)",
-    )
-    parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
-    parser.add_argument(
-        "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
-    )
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        help="folder of the base model of an adapter folder (default: the folder that adapter_config.json names)",
-    )
-    parser.add_argument(
-        "--recipe",
-        metavar="MODULE:NAME",
-        help="recipe of a model family without a built-in one (default: that of the run, if --allow-code allows it)",
-    )
-    allow_code(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ COMMANDS = {
     "recipes": "List model families with a recipe, and what is tested",
     "completion": "Print a completion script for bash, zsh or fish",
 }
-TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch")  # commands with `--section.key value`
+TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`
 
 
 class Parser(argparse.ArgumentParser):

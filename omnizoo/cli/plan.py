@@ -18,6 +18,7 @@ from rich.table import Table
 from omnizoo.cli.parser import path_argument
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import resolve_names
 from omnizoo.parallel.layout import micro_batches, plan_layout
 from omnizoo.planning.devices import read_device
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     device = read_device(args.device)
     layout = plan_layout(config.parallel, args.world)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    config, _ = resolve_names(config, with_weights=False)
     quiet()
     from omnizoo.planning.advice import advise, room
     from omnizoo.planning.dry_run import Place, simulate

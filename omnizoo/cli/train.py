@@ -7,7 +7,9 @@ import argparse
 
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
+from omnizoo.launch.output import continue_without_output
 from omnizoo.launch.rank_failure import expected_failure, report_failure
 from omnizoo.parallel.layout import micro_batches, plan_layout
 from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the config and the layout, then train in this process or in `--nproc` ranks. Returns the exit code."""
+    continue_without_output()
     clock = StartClock(whole_process=True)
     place = place_in_world()
     overrides = args.overrides
@@ -48,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
     world = started_ranks or args.nproc or 1
     layout = plan_layout(config.parallel, world)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
-    if started_ranks is None and world > 1:
-        return launch(["train", args.config, *overrides], world)
+    if started_ranks is None:  # otherwise one rank of each node downloads, after the ranks have connected
+        config, pins = resolve_names(config)
+        if world > 1:
+            return launch(["train", args.config, *overrides, *as_overrides(pins)], world)
 
     watch_launcher()
     clock.done("config")
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     clock.done("imports")
     try:
         return train(config, report_failure, clock=clock).exit_code
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError, UnicodeEncodeError) as error:
         if isinstance(error, TrainingError):
             raise
         rank = place[0] if place else 0

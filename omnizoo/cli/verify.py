@@ -14,6 +14,7 @@ from omnizoo.cli.render_file import render_file
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
+from omnizoo.hub.resolve import resolve_names
 
 if TYPE_CHECKING:
     from omnizoo.parallel.layout import Layout
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with the reason, and the remaining families are compared.
     """
     check_arguments(args)
-    config = load_config(args.config, args.overrides)
+    config, _ = resolve_names(load_config(args.config, args.overrides), with_weights=False)
     families = family_names(args.families) if args.families else []
     console = Console()
     if not console.is_terminal:

@@ -15,6 +15,8 @@ from omnizoo.config import reference
 from omnizoo.config.errors import MAX_MISTAKES, join_mistakes, shorten, show_value
 from omnizoo.config.foreign_keys import moved_key, our_key
 from omnizoo.config.sections.base import MAX_TEXT_LENGTH
+from omnizoo.config.sections.loss_options import LOSSES
+from omnizoo.config.sections.optimizer_options import OPTIMIZERS
 
 COMMAND_LINE = "command line"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
@@ -22,6 +24,10 @@ KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
 # Locations at which validators of sections raise errors: keys, and items of lists or mappings of sections.
 LOCATIONS = set(TYPES) | {key.rpartition(".")[0] for key in KEYS}
+
+# Options of built-in losses and optimizers, by the key of their settings.
+BUILT_IN_OPTIONS = {"train.losses.N": LOSSES, "optimizer": OPTIMIZERS}
+OTHER_SECTION_CUTOFF = 0.85  # minimum similarity of a suggested key in another section
 
 Loc = tuple[int | str, ...]
 
@@ -155,15 +161,23 @@ def _suggest(key: str) -> str:
     replacement = our_key(name)
     if replacement is not None and parent in ("", *reference.sections()):
         return replacement
-    similar = [_with_indices_of(key, candidate) for candidate in _similar_keys(key)]
+    similar = _options_named(key) or [_with_indices_of(key, candidate) for candidate in _similar_keys(key)]
     return f"did you mean {' or '.join(similar)}?" if similar else keys_help
+
+
+def _options_named(key: str) -> list[str]:
+    """Return the key in `options` if the last part of `key` is an option of a built-in loss or optimizer."""
+    parent, _, name = key.rpartition(".")
+    built_in = BUILT_IN_OPTIONS.get(reference.schema_key(parent), {})
+    is_option = any(name in options for options in built_in.values())
+    return [f"{parent}.options.{name}"] if is_option else []
 
 
 def _similar_keys(key: str) -> list[str]:
     """Return the most similar keys.
 
-    In order of preference: the same name below the parent, the same name elsewhere, a similar name in the same section,
-    a similar name elsewhere.
+    In order of preference: the same name below the parent, the same name elsewhere, a similar name next to the key, a
+    similar name in the same section, a very similar name in another section.
     """
     parent = reference.schema_key(key).rpartition(".")[0]
     name = key.rpartition(".")[2]
@@ -189,8 +203,13 @@ def _similar_keys(key: str) -> list[str]:
     similar_siblings = [known for known, last in siblings.items() if last in similar_names]
     if similar_siblings:
         return similar_siblings
-    similar_names = get_close_matches(name, plain.values(), n=1, cutoff=0.75)
-    return [known for known, last in plain.items() if last in similar_names][:1]
+    section = key.partition(".")[0]
+    in_section = {known: last for known, last in plain.items() if known.startswith(f"{section}.")}
+    for candidates, cutoff in ((in_section, 0.75), (plain, OTHER_SECTION_CUTOFF)):
+        similar_names = get_close_matches(name, candidates.values(), n=1, cutoff=cutoff)
+        if similar_names:
+            return [known for known, last in candidates.items() if last in similar_names][:1]
+    return []
 
 
 def _with_indices_of(key: str, known: str) -> str:

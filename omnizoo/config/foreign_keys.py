@@ -59,7 +59,8 @@ REPLACEMENTS = {
     f"{NOT_YET}; use `take: every 50th` in data.eval_sources": "val_size split_dataset_ratio",
     "data.sources.N.media_dir": "media_dir",
     "data.sources.N.weight": "interleave_probs mix_strategy",
-    f"{NO_KEY}: the chat template is chat_template.jinja in the tokenizer folder": ("template chat_template"),
+    "data.chat_template with a Jinja file; default: the chat template of the tokenizer": ("template chat_template"),
+    "data.template_options": "chat_template_kwargs enable_thinking",
     "data.pack_tokens, and data.overlong for longer samples": (
         "cutoff_len max_length max_seq_length max_seq_len model_max_length"
     ),

@@ -1,21 +1,124 @@
-"""Hints about Hugging Face Hub names in keys that expect a folder.
+"""Names of repositories on the Hugging Face Hub and on ModelScope, in keys that also accept a folder.
 
-Nothing is downloaded; the hint contains the command to do so.
+A name is `ORG/NAME`, optionally with `@REVISION` (a branch, tag or commit). An existing folder takes precedence, unless
+the name has the prefix `hub:` or `modelscope:`. Downloads add the commit: `ORG/NAME@COMMIT`, or
+`ORG/NAME@REVISION@COMMIT`. Such a name stands for a folder in the cache of huggingface_hub, without a request.
 """
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+from omnizoo.config.errors import UserError
+
+RepoType = Literal["model", "dataset"]
+HUB = "hub:"
+MODELSCOPE = "modelscope:"
+PREFIXES = (HUB, MODELSCOPE)
+COMMIT_AT_END = re.compile("@[0-9a-f]{40}$")
+PART = r"[A-Za-z0-9][\w.-]*"
+REVISION = r"(?:@(?P<revision>[^@\s]+?))??(?:@(?P<commit>[0-9a-f]{40}))?"
+PLAIN_NAME = re.compile(rf"(?P<repo>{PART}/{PART})(?P<inside>){REVISION}")
+PREFIXED_NAME = re.compile(rf"(?P<repo>{PART}(?:/{PART})?)(?P<inside>(?:/{PART})*){REVISION}")
+# A name with such a suffix is a file that does not exist, not a repository.
+FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".tar", ".txt", ".yaml", ".yml", ".zip")
 
 
-def hub_hint(name: str, kind: str) -> str:
-    """Return a hint for a `name` that may be on the Hugging Face Hub; empty if it looks like a path."""
-    if not HUB_NAME.fullmatch(name) or Path(name.partition("/")[0]).exists():
-        return ""
-    if kind == "dataset":
-        steps = f"run `hf download {name} --repo-type dataset --local-dir DIR` and set path: DIR, or set "
-        steps += f"path: hf://datasets/{name}"
-    else:
-        steps = f"run `hf download {name} --local-dir DIR` and use DIR"
-    return f"; for a {kind} on the Hugging Face Hub, {steps}"
+@dataclass(frozen=True)
+class HubName:
+    """A repository, and optionally a folder or file in it."""
+
+    prefix: str  # `hub:`, `modelscope:` or empty
+    repo: str
+    inside: str  # path of a folder or file in the repository; empty for all of it
+    revision: str | None  # branch, tag or commit as the user wrote it; None for the default branch
+    commit: str | None  # None until the revision is resolved
+
+    def __str__(self) -> str:
+        suffixes = [f"@{part}" for part in (self.revision, self.commit) if part is not None]
+        return "".join([self.prefix, self.address, *suffixes])
+
+    @property
+    def address(self) -> str:
+        """The repository and the path in it, without prefix and revision."""
+        return f"{self.repo}/{self.inside}" if self.inside else self.repo
+
+    @property
+    def shown(self) -> str:
+        """The name as the user wrote it, for messages."""
+        return str(replace(self, commit=None))
+
+    def pinned(self, commit: str) -> "HubName":
+        """Return the name with the commit that its revision refers to."""
+        return replace(self, commit=commit)
+
+
+def parse_name(text: str) -> HubName | None:
+    """Return the repository that `text` names; None if `text` is a path or an address such as `s3://...`.
+
+    Raises:
+        UserError: If the text has a prefix, but is not a valid name.
+    """
+    prefix = next((prefix for prefix in PREFIXES if text.startswith(prefix)), "")
+    pattern = PREFIXED_NAME if prefix else PLAIN_NAME
+    match = pattern.fullmatch(text.removeprefix(prefix))
+    if match is None:
+        if prefix:
+            raise UserError(f"{text}: not a valid name. Write {prefix}ORG/NAME or {prefix}ORG/NAME@REVISION.")
+        return None
+    name = HubName(prefix, match["repo"], match["inside"].lstrip("/"), match["revision"], match["commit"])
+    is_certain = bool(prefix) or name.commit is not None
+    return name if is_certain or not _looks_like_path(text) else None
+
+
+def _looks_like_path(text: str) -> bool:
+    """Whether a text without prefix and commit is a path: it exists, its first folder exists, or it has a suffix."""
+    first_part = text.partition("/")[0]
+    return Path(text).exists() or Path(first_part).exists() or text.lower().endswith(FILE_SUFFIXES)
+
+
+def without_revision(text: str) -> str:
+    """Return the name of a repository without its revision and commit, and any other text unchanged."""
+    name = parse_name(text) if "@" in text else None
+    return text if name is None else f"{name.prefix}{name.address}"
+
+
+def pinned_names(value: Any) -> list[HubName]:
+    """Return the distinct names with a commit in nested mappings and lists, such as a saved config."""
+    if isinstance(value, str):
+        name = parse_name(value) if COMMIT_AT_END.search(value) else None
+        return [name] if name is not None and name.prefix != MODELSCOPE else []
+    children: Iterable[Any] = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
+    names: dict[HubName, None] = {}  # a dict as an ordered set
+    for child in children:
+        names.update(dict.fromkeys(pinned_names(child)))
+    return list(names)
+
+
+def local_path(text: str, repo_type: RepoType = "model") -> str:
+    """Return the folder or file in the cache that a name with a commit stands for, and any other text unchanged."""
+    if "@" not in text:
+        return text
+    name = parse_name(text)
+    if name is None or name.commit is None or name.prefix == MODELSCOPE:
+        return text
+    return str(snapshot_folder(name, repo_type) / name.inside)
+
+
+def snapshot_folder(name: HubName, repo_type: RepoType) -> Path:
+    """Return the folder of a commit in the cache of huggingface_hub."""
+    assert name.commit is not None
+    return repository_folder(name, repo_type) / "snapshots" / name.commit
+
+
+def repository_folder(name: HubName, repo_type: RepoType) -> Path:
+    """Return the folder of a repository in the cache of huggingface_hub."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"{repo_type}s--{name.repo.replace('/', '--')}"

@@ -134,7 +134,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _check_epochs(self) -> "Config":
-        weights = [source.weight for source in self.data.sources]
+        weights = self.data.weights or []
         if self.train.epochs is not None and len(set(weights)) > 1:
             listed = ", ".join(f"{weight:g}" for weight in weights)
             raise ValueError(

@@ -1,15 +1,47 @@
 """Types, field names and checks for rows, shared by all sources and row formats."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
 SIDES = ("chosen", "rejected")  # the responses of a preference pair
 SINGLE = ("completion", "label")  # a labeled response: the text, and whether it is desirable
 PROMPTS = ("prompt", "messages", "conversations")  # fields that may contain the prompt of a preference row
-CONVERSATION = ("messages", "conversations", "text")  # main content of a row; the first field present is used
+CHAT_PROMPTS = ("instruction", "input", "query", "history")  # prompts as texts that the chat template formats
+RESPONSES = ("completion", "output", "response")  # fields that may contain a labeled response
+# Other names of the fields of preference rows.
+PREFERENCE_ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected", "kto_tag": "label"}
+# Main content of a row; the first field present is used.
+CONVERSATION = ("messages", "conversations", "text", "input_ids")
 # Fields whose value is, or may be, a list of objects.
-STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion")
+STRUCTS = (
+    *("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion"),
+    *("chosen_messages", "rejected_messages"),
+)
+
+
+@dataclass(frozen=True)
+class SourceSchema:
+    """Settings for the rows of one source."""
+
+    key: str = "data.sources.N"  # config key of the source, for messages
+    format: str | None = None
+    json_columns: Sequence[str] | None = None
+    untagged_media: str | None = None  # position of media for which no text has a tag; None if such rows are bad
+
+
+DEFAULT_SCHEMA = SourceSchema()
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A config value with which a bad row can be used. `omnizoo new` writes it to the config."""
+
+    key: str  # config key, such as `data.sources.0.columns`
+    value: Any  # new value of the key; items to append if the key is a list; None if only the user can choose it
+    reason: str  # comment for the config
+    file: str = ""  # media file in the row that is missing; only for `media_dir`
 
 
 class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip`)
@@ -18,10 +50,18 @@ class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip
     The message is the reason. The caller adds the location of the row (file and line). `data.on_bad_row` sets whether
     the run skips the row or stops.
 
+    Args:
+        message: The reason.
+        fixes: Config values with which the row can be used, the best one first.
+
     Example::
 
         raise BadRow("`label` is missing")
     """
+
+    def __init__(self, message: str = "", fixes: Sequence[Fix] = ()) -> None:
+        super().__init__(message)
+        self.fixes = tuple(fixes)
 
 
 def stop_message(bad_row: str) -> str:

@@ -85,6 +85,7 @@ class RenderedRow(TokenSequence):
     is_prose: bool = False  # plain text without a prompt; by default, it is split instead of truncated
     item_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) tokens of each item, with its markers
     num_prompt_items: int = 0  # number of items in the prompt of the responses; they come first
+    documents: tuple[int, ...] = ()  # lengths of concatenated documents, in tokens; empty if the row is one document
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from omnizoo.checkpoint.merge_adapter import load_merged
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import ModelSection
-from omnizoo.data.rendering.renderer import HERE, Renderer
+from omnizoo.data.rendering.renderer import DEFAULT_THINKING, HERE, Renderer
+from omnizoo.data.rendering.thinking import Thinking
 from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow
 from omnizoo.data.sources.base import MediaFolder
@@ -20,6 +21,7 @@ from omnizoo.generation.conversation import JointSupport
 from omnizoo.generation.generate import GeneratedPiece, GenerativeModel, OnPiece, Outcome, PreparedPrompt
 from omnizoo.generation.model_folder import FolderOptions, model_section
 from omnizoo.modalities.base import find_module
+from omnizoo.modalities.item import MediaItem
 from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.build import check_vocabulary
@@ -239,6 +241,32 @@ class ChatModel(GenerativeModel):
         texts = [self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces]
         return "".join(texts)
 
+    def has_same_media(self, pieces: Sequence[GeneratedPiece], expected: Sequence[MediaItem]) -> bool:
+        """Whether a response contains exactly the expected media items, compared by their targets.
+
+        Args:
+            pieces: The pieces of the response.
+            expected: The expected items of decoders, in order.
+        """
+        generated = [piece for piece in pieces if piece.modality in self.modalities and self._decodes(piece.modality)]
+        if [piece.modality for piece in generated] != [item.port.modality for item in expected]:
+            return False
+        return all(self._has_same_targets(piece, item) for piece, item in zip(generated, expected, strict=True))
+
+    def _decodes(self, modality: str) -> bool:
+        """Whether a decoder generates the modality."""
+        return self.modalities[modality].decoder is not None
+
+    @torch.no_grad()
+    def _has_same_targets(self, piece: GeneratedPiece, item: MediaItem) -> bool:
+        """Whether a generated item has the targets of an expected item. Floats may differ by rounding."""
+        decoder = self.modalities[piece.modality].decoder
+        assert decoder is not None
+        assert piece.targets is not None
+        inputs = {name: tensor.to(self.model.device) for name, tensor in decoder.prepare(item.media).items()}
+        expected = decoder.targets([inputs]).to(piece.targets)
+        return expected.shape == piece.targets.shape and torch.allclose(expected, piece.targets)
+
     def decode(self, piece: GeneratedPiece) -> str:
         """Return the text of a piece, without special tokens."""
         return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
@@ -292,15 +320,24 @@ def chat_model_of(spec: ModelSection, device: torch.device | None, dtype: torch.
 
 
 def chat_model_from(
-    model: PreTrainedModel, spec: ModelSection, tokenizer: Any, support: JointSupport | None = None
+    model: PreTrainedModel,
+    spec: ModelSection,
+    tokenizer: Any,
+    thinking: Thinking = DEFAULT_THINKING,
+    support: JointSupport | None = None,
 ) -> ChatModel:
     """Build a chat model from an unsharded transformers model whose weights are loaded.
 
-    `support` is that of an earlier copy of the same model, which has possibly been checked.
+    Args:
+        model: The model.
+        spec: The section `model` of the config.
+        tokenizer: The tokenizer, with its chat template.
+        thinking: Treatment of the reasoning of assistant messages.
+        support: That of an earlier copy of the same model, which has possibly been checked.
     """
     check_vocabulary(model, tokenizer)
     media = media_model(model)
     modalities = media.modalities(spec)
     media.attach(spec)
-    renderer = Renderer(tokenizer, False, modalities, ignore=["*"], turns=media.speaker_format)
+    renderer = Renderer(tokenizer, False, modalities, ignore=["*"], turns=media.speaker_format, thinking=thinking)
     return ChatModel(model.eval(), media, tokenizer, modalities, renderer, support or JointSupport())

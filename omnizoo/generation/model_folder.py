@@ -15,6 +15,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import read_config_file
 from omnizoo.config.plugins import check_allowed, check_plugin_name
 from omnizoo.config.sections.model import AdapterSettings, ModelSection
+from omnizoo.hub.resolve import fetch_model
 from omnizoo.models.adapters.peft_files import CONFIG as ADAPTER_CONFIG
 from omnizoo.models.untrusted_folders import read_json
 
@@ -47,7 +48,7 @@ def model_section(
     A run or checkpoint is exported to a temporary folder, which exists until the end of the block.
 
     Args:
-        folder: A Hugging Face folder, a PEFT adapter, a run folder or a checkpoint.
+        folder: A Hugging Face folder, a name on the hub, a PEFT adapter, a run folder or a checkpoint.
         options: What the user states about the folder.
         note: Called with a line about an export or a base model.
 
@@ -59,6 +60,7 @@ def model_section(
             check_plugin_name(options.recipe, "a recipe; expected `package.module:RECIPE`")
         except ValueError as error:
             raise UserError(f"--recipe: {error}") from None
+    folder = fetch_model(str(folder), "MODEL") or folder
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     if options.base is not None and not is_adapter:
         raise UserError(f"--base: {folder} is not an adapter folder ({ADAPTER_CONFIG} not found). Remove --base.")
@@ -86,8 +88,9 @@ def _adapter_fields(folder: Path, options: FolderOptions, note: Callable[[str], 
     base = options.base or read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{file}: base_model_name_or_path is not set. Pass the folder of the base model with --base.")
+    key = "--base" if options.base else f"{file}: base_model_name_or_path"
+    base = str(fetch_model(base, key) or base)
     if not (Path(base) / "config.json").is_file():
-        key = "--base" if options.base else f"{file}: base_model_name_or_path"
         raise UserError(
             f"{key}: {base} is not a Hugging Face model folder (no config.json in it). Pass the folder of the base "
             "model with --base."

@@ -17,6 +17,7 @@ import psutil
 
 from omnizoo.launch.rank_failure import USER_ERROR, failure_message, first_failure
 from omnizoo.launch.stderr import CRASH, ERROR_FD, print_error
+from omnizoo.parallel.parent_death import IS_LINUX, death_signal, end_with_torchrun
 from omnizoo.reporting.start_clock import LAUNCHED_AT
 
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # read end of a pipe that closes when the launcher ends
@@ -91,10 +92,12 @@ class _Ranks:
         """Remove ranks that have ended. Return (rank, exit code) of each that failed without being killed here."""
         failed = []
         for rank, child in list(self.alive.items()):
-            code = child.poll()
+            code = _exit_code(child)
             if code is None:
                 continue
             del self.alive[rank]
+            if code < 0:
+                os.killpg(child.pid, signal.SIGKILL)  # also ends what a killed rank has started, such as a compiler
             if code != 0 and not (self.is_killed and code == -signal.SIGKILL):
                 failed.append((rank, 128 - code if code < 0 else code))
         return failed
@@ -145,6 +148,15 @@ def _start(
     processes = {}
     # The launcher binds the port and rank 0 inherits the socket, so that no other program can take the port in between.
     # The launcher closes its copy once rank 0 has started: connecting to a dead rank 0 must fail instead of waiting.
+    set_death_signal = death_signal()
+    launcher_id = os.getpid()
+
+    def prepare_rank() -> None:
+        """Run in the process of the rank, before the command."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        if IS_LINUX:
+            set_death_signal(launcher_id)
+
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
         world_env["MASTER_PORT"] = str(store.getsockname()[1])
         for rank in range(nproc):
@@ -163,9 +175,20 @@ def _start(
                 env=default_env | os.environ | world_env | rank_env,
                 pass_fds=inherited_fds,
                 start_new_session=True,  # Ctrl-C sends SIGINT to the launcher only
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask),
+                preexec_fn=prepare_rank,
             )
     return processes
+
+
+def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process, or minus the signal that killed it; None while it runs.
+
+    The process is not reaped, because its id, which is also that of its process group, could then be reused.
+    """
+    end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _read_messages(fd: int) -> list[str]:
@@ -177,7 +200,8 @@ def _read_messages(fd: int) -> list[str]:
 
 
 def watch_launcher() -> None:
-    """Exit this process when its launcher ends. Do nothing if the process was not started by a launcher."""
+    """End this process when its launcher or torchrun ends. Do nothing if neither of them has started it."""
+    end_with_torchrun()
     if LAUNCHER_FD not in os.environ:
         return
     fd = int(os.environ[LAUNCHER_FD])

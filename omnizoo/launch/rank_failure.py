@@ -5,12 +5,16 @@ from collections.abc import Sequence
 
 from omnizoo.config.errors import TrainingError, UserError, first_line, is_out_of_memory, named_line
 from omnizoo.launch.stderr import report_crash
+from omnizoo.launch.system_limits import explain_limit
 
 USER_ERROR = 2  # exit code
 
 
 def expected_failure(rank: int, error: BaseException) -> str | None:
-    """Return a message if `error` needs no traceback (out of memory, or a dead loader worker), otherwise None."""
+    """Return a message if `error` needs no traceback, otherwise None.
+
+    This is the case if memory or another limit of the system is reached, and if a loader worker has died.
+    """
     if is_out_of_memory(error):
         return (
             f"rank {rank} is out of memory ({first_line(error)}). Lower data.pack_tokens or train.micro_batch, set "
@@ -18,7 +22,8 @@ def expected_failure(rank: int, error: BaseException) -> str | None:
         )
     from omnizoo.data.loading.workers import WorkerDeath
 
-    return f"rank {rank}: {error}" if isinstance(error, WorkerDeath) else None
+    message = str(error) if isinstance(error, WorkerDeath) else explain_limit(error)
+    return f"rank {rank}: {message}" if message else None
 
 
 def report_failure(rank: int, error: BaseException) -> None:
@@ -38,7 +43,7 @@ def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
         code = failure[1]
         if code == USER_ERROR:
             return 0
-        # SIGABRT does not count as an external signal: a rank may abort because another rank has ended.
+        # SIGABRT does not count as an external signal, because a rank may abort when another rank has ended.
         is_external_signal = code > 128 and code != 128 + signal.SIGABRT
         return 1 if is_external_signal else 2
 

@@ -1,6 +1,7 @@
 """Print errors to stderr, in red on a terminal. An error that occurs on all ranks is printed once."""
 
 import os
+from contextlib import suppress
 
 from omnizoo.config.errors import printable
 
@@ -31,10 +32,11 @@ def print_error(message: str) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    for line in _plain(message).split("\n"):
-        console.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)  # do not wrap long lines
+    with suppress(OSError):  # stderr is closed or full: the exit code remains
+        for line in _plain(message).split("\n"):
+            console.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)  # do not wrap long lines
 
 
 def _plain(message: str) -> str:
-    """Escape unprintable characters except line breaks and tabs: names in messages may contain any character."""
+    """Escape unprintable characters, which names in messages may contain, except line breaks and tabs."""
     return printable(message.replace("\r\n", "\n"), allowed="\n\t")

@@ -27,6 +27,19 @@ class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`
     """Raised for a media item that cannot be used. The message is the reason; the row reader adds the file and line."""
 
 
+class MissingMedia(BadMedia):
+    """Raised for a media file that does not exist in the folder of the source.
+
+    Args:
+        message: The reason.
+        name: The name of the file in the row.
+    """
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
 def kind_of_file(mode: int) -> str:
     """Return a description of a path that is not a regular file, from its `st_mode`."""
     names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import local_path
 from omnizoo.config.plugins import call
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
@@ -88,14 +89,14 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
     published = None
     if isinstance(source, str):
         has_weights = language_section.path is not None
-        published = read_published(Path(source), language_config(config), has_weights)
+        published = read_published(Path(local_path(source)), language_config(config), has_weights)
 
     built = build_from(config, model, precision, device)
     keep_export_files(built, published or read_voices_beside(tokenizer_folder(model)))
 
     folder = model.path or model.config
-    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
-        built.generation_config = read_generation_config(Path(folder))
+    if isinstance(folder, str) and (Path(local_path(folder)) / "generation_config.json").is_file():
+        built.generation_config = read_generation_config(Path(local_path(folder)))
     return built
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.hub import hub_hint
+from omnizoo.config.hub import local_path
 from omnizoo.config.sections.base import PythonObject, SubmoduleSettings
 from omnizoo.config.sections.model import EncoderSettings, ModalitySettings, ModelSection, ProjectorSettings
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
@@ -77,6 +77,7 @@ def _describe(name: str, modality: ModalitySettings) -> dict[str, Any]:
 def _describe_part(part: EncoderSettings, projector: ProjectorSettings | None, key: str) -> dict[str, Any]:
     """Return an encoder or decoder in the form that the config of a composed model stores."""
     folder = part.path or (part.config if isinstance(part.config, str) else None)
+    folder = folder and local_path(folder)
     config = None
     if isinstance(part.config, dict) or (folder and (Path(folder) / "config.json").is_file()):
         try:
@@ -102,11 +103,11 @@ def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_re
     key = f"{section}.path" if model.path else f"{section}.config"
     folder = model.path or model.config
     assert isinstance(folder, str)
+    is_on_hub = local_path(folder) != folder
+    folder = local_path(folder)
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(
-            f"{key}: {folder} is not a Hugging Face model folder (it has no config.json){hub_hint(folder, 'model')}"
-        )
-    settings = check_settings(Path(folder), trust_remote_code, key)
+        raise UserError(f"{key}: {folder} is not a Hugging Face model folder (it has no config.json)")
+    settings = check_settings(Path(folder), trust_remote_code, key, is_on_hub)
     if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
         raise UserError(f"{key}: {folder}/config.json has no `model_type`")
     try:
@@ -131,11 +132,10 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 def tokenizer_folder(model: ModelSection) -> str | None:
     """Return the folder of the tokenizer: `model.tokenizer`, or the model folder. None if neither is a folder."""
     if model.tokenizer and not isinstance(model.tokenizer, PythonObject):
-        return model.tokenizer
+        return local_path(model.tokenizer)
     language_section = model.foundation or model
-    if language_section.path:
-        return language_section.path
-    return language_section.config if isinstance(language_section.config, str) else None
+    folder = language_section.path or language_section.config
+    return local_path(folder) if isinstance(folder, str) else None
 
 
 def load_tokenizer(model: ModelSection) -> Any:
@@ -163,7 +163,7 @@ def load_tokenizer(model: ModelSection) -> Any:
             "model.tokenizer: not set, and model.config is inline. Set the folder of a Hugging Face tokenizer."
         )
     if not Path(folder).is_dir():
-        raise UserError(f"model.tokenizer: {folder} is not a folder{hub_hint(folder, 'model')}")
+        raise UserError(f"model.tokenizer: {folder} is not a folder")
     if model.tokenizer is None:
         _read_described(model)  # check the config first, because an error of AutoTokenizer would blame the tokenizer
     check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")

@@ -52,17 +52,21 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def check_settings(folder: Path, trust_remote_code: bool, key: str) -> dict[str, Any]:
+def check_settings(folder: Path, trust_remote_code: bool, key: str, is_on_hub: bool = False) -> dict[str, Any]:
     """Check that the settings of a folder run no code that the user has not allowed. Return the fields of config.json.
 
-    `auto_map` alone is harmless: transformers ignores it if the family is built in.
+    `auto_map` alone is harmless: transformers ignores it if the family is built in. Code of a repository on the hub is
+    never downloaded, so it cannot be allowed.
     """
+    advice = "Read the code. If you trust it, pass --trust-remote-code, or set model.trust_remote_code: true."
+    if is_on_hub:
+        advice = "OmniZoo downloads no code. Run `hf download`, read the code, and use the folder instead of the name."
     by_file = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
     for name, settings in by_file.items():
-        if not trust_remote_code and _needs_code(settings):
+        if (is_on_hub or not trust_remote_code) and _needs_code(settings):
             raise UserError(
                 f"{key}: {folder / name} requires running code from the folder ({str(settings['auto_map'])[:200]}). "
-                "Read the code. If you trust it, pass --trust-remote-code, or set model.trust_remote_code: true."
+                f"{advice}"
             )
         for field, implementation in _kernels(settings):
             raise UserError(

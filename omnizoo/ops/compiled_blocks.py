@@ -1,4 +1,4 @@
-"""Compilation of blocks (`train.compile`), with one set of graphs for all blocks of a kind, and an eager fallback.
+"""Compile blocks (`train.compile`). Blocks of a kind share one set of graphs, and run eagerly if compilation fails.
 
 torch.compile caches graphs by the code of a function. Blocks that run the same code with weights of the same shapes
 share graphs, because weights are arguments of a graph. Lengths are symbolic, so a new pack length needs no new graph.
@@ -21,23 +21,24 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 GRAPH_BREAK_REASON = "an intended graph break of OmniZoo"
-# Maximum number of graphs per code object of a kind. Variants are layers with other attributes (such as a window), with
-# and without gradients, training and evaluation, inputs that require a gradient or not, and zero, one or many rows. The
-# default of torch is 8.
+# Maximum number of graphs per code object of a kind. torch builds a separate graph for each combination of layer
+# attributes (such as a window), gradients on or off, training or evaluation, inputs that require a gradient or not, and
+# zero, one or many rows. The default of torch is 8.
 MAX_GRAPHS = 32
 COMPILED = "_omnizoo_compiled"  # name of the attribute that marks compiled blocks
 
 
 def graph_break(function: F) -> F:
-    """Return `function` as a graph break: it is never compiled into a graph."""
+    """Return a version of `function` that is never compiled. A call of it from compiled code breaks the graph."""
     uncompiled: F = torch.compiler.disable(function, reason=GRAPH_BREAK_REASON)
     return uncompiled
 
 
 def make_graph_break(module: nn.Module) -> None:
-    """Make calls of `module` graph breaks, including its hooks, because the hooks of FSDP cannot be part of a graph.
+    """Exclude calls of `module` and its hooks from graphs, because the hooks of FSDP cannot be part of a graph.
 
-    torch looks up `__call__` in the class, so the module gets a new subclass, as in FSDP.
+    torch looks up `__call__` in the class, so the class of the module is replaced with a new subclass of it. FSDP does
+    the same.
     """
     module.__class__ = _graph_break_class(type(module))  # type: ignore[arg-type]  # classes can be keys
 
@@ -59,7 +60,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class CompiledKind:
-    """The graphs of all modules of a kind. Calling it with a module computes `forward(module, ...)`."""
+    """The graphs of all modules of one kind. Calling a kind with a module computes `forward(module, ...)`."""
 
     def __init__(self, name: str, forward: Callable[..., Any], backend: str) -> None:
         self.name = name
@@ -87,7 +88,7 @@ class CompiledKind:
             return build_graph(graph, inputs, self.backend)
         except RestartAnalysis:  # torch.compile will retry with another graph
             raise
-        except Exception as error:  # noqa: BLE001 - any error of a compiler: the graph also runs without it
+        except Exception as error:  # noqa: BLE001 - compilers raise errors of many types; the graph then runs eagerly
             self._fail(f"{type(error).__name__}: {error}")
             return graph.forward
 
@@ -108,7 +109,7 @@ class Kinds:
         self._kinds: dict[Any, CompiledKind] = {}
 
     def kind_of(self, module: nn.Module, forward: Callable[..., Any]) -> CompiledKind:
-        """Return the kind of modules with the class, `forward` and parameter shapes of `module`."""
+        """Return the kind of `module`. It contains all modules with the same class, `forward` and parameter shapes."""
         parameters = []
         for name, parameter in module.named_parameters():
             parameters.append((name, tuple(parameter.shape), parameter.requires_grad))
@@ -138,7 +139,8 @@ class Compiled:
     def current(self) -> Callable[..., Any]:
         """Return the function to run now.
 
-        Recomputation must run the same function as the forward pass, although compilation may have failed in between.
+        If a block is recomputed, keep this function for its recomputation. The forward pass and recomputation must run
+        the same function, but compilation may fail in between.
         """
         return self._run_compiled if self.kind.failure is None else self.eager
 

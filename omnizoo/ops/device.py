@@ -1,4 +1,4 @@
-"""The device of a process: selection, collective backend, peak FLOP/s, memory, and copies to and from it.
+"""Select the device of a process, get its collective backend, peak FLOP/s and memory, and copy tensors to and from it.
 
 No function in this file communicates with other ranks.
 """
@@ -18,12 +18,13 @@ log = logging.getLogger(__name__)
 PLANNED = "planned"  # the device type of a dry run, which simulates an accelerator with fake tensors
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
-BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # torch names ROCm devices cuda, and RCCL nccl
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # torch calls ROCm devices "cuda", and RCCL "nccl"
 
 # Dense peak TFLOP/s from the vendors' data sheets. The pattern must match the full device name, so that a reduced
-# variant (laptop, MIG slice, "4090 D") is unknown instead of wrong. bf16 accumulates in fp32, without sparsity; fp32 is
-# not TF32. The fp32 number of AMD is for its matrix cores, and torch shows an MI250X as two devices, each with half the
-# peak. Ascend 910B is missing, because the name covers several chips that no public data sheet distinguishes.
+# variant (laptop, MIG slice, "4090 D") is unknown instead of wrong. The numbers for bf16 are for accumulation in fp32,
+# without sparsity. The numbers for fp32 are not for TF32; those of AMD are for its matrix cores. torch shows an MI250X
+# as two devices, each with half the peak. Ascend 910B is missing, because the name covers several chips that no public
+# data sheet distinguishes.
 PEAK_TFLOPS = {
     r"NVIDIA A100.*": {"bf16": 312.0, "fp32": 19.5},
     r"NVIDIA (H100|H800) PCIe": {"bf16": 756.0, "fp32": 51.0},
@@ -58,7 +59,7 @@ def pick_device(local_rank: int, device_type: str | None = None) -> torch.device
     if accelerator is None:
         return torch.device("cpu")
     if accelerator.type not in BACKENDS:
-        log.warning("%s devices have no collective backend: training on the CPU", accelerator.type)
+        log.warning("training on the CPU, because %s devices have no collective backend", accelerator.type)
         return torch.device("cpu")
     num_devices = torch.accelerator.device_count()
     if local_rank >= num_devices:
@@ -91,7 +92,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether `device` is the CPU, so that no copies and no host syncs are needed."""
+    """Whether `device` is the CPU, where tensors need no copies to a device and no host syncs."""
     return device.type == "cpu"
 
 
@@ -138,7 +139,7 @@ class HostCopy:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor` in pinned memory, for asynchronous copies to `device`, or unchanged if that is not needed."""
+    """Return `tensor` in pinned memory if an asynchronous copy to `device` needs it, and otherwise unchanged."""
     if device.type in ("cpu", PLANNED) or tensor.device.type != "cpu":
         return tensor
     return tensor.pin_memory()
@@ -173,9 +174,10 @@ def peak_flops_of(name: str, precision: str) -> float | None:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return the memory in GiB: peak allocation on an accelerator, current memory of this process on CPUs.
+    """Return the peak allocation on an accelerator, or the current memory of this process on CPUs, in GiB.
 
-    The peak on CPUs is not available: `ru_maxrss` survives fork and exec, so it may be the peak of the launcher.
+    On CPUs, the peak of this process is unknown. `ru_maxrss` survives fork and exec, so it may be the peak of the
+    launcher.
     """
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss) / 2**30
@@ -183,7 +185,7 @@ def memory_gb(device: torch.device) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the total memory of the device in bytes. On CPUs, this is the memory limit of the container."""
+    """Return the total memory of the device in bytes. On CPUs, it is at most the memory limit of the container."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     total = int(psutil.virtual_memory().total)

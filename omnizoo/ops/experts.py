@@ -1,4 +1,4 @@
-"""Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run each expert on its rows, combine.
+"""Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run the experts, and combine.
 
 `grouped_matmul` selects the kernel. `matmul_per_expert` is the plain torch reference in tests. It also runs where
 torch's grouped matmul cannot run: in float64, and for widths that are not multiples of 16 bytes.
@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.quantization import Packed, multiply
 
-NUM_CHUNKS = 8  # chunks in which the gradient of routing weights is computed
+NUM_CHUNKS = 8  # number of chunks in which the gradient of routing weights is computed
 
 
 @dataclass(frozen=True)
 class ExpertAdapter:
     """The adapter matrices of E experts that map width A to width B (weights `[E, A, B]`).
 
-    Their product is never computed.
+    The product of the two matrices of an expert is never computed.
     """
 
     first: torch.Tensor  # [E, A, rank]
@@ -57,7 +57,7 @@ class Pairs:
 def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
     """Sort the (token, choice) pairs by expert, without a host sync.
 
-    `index [T, K]` has the experts that each token chose.
+    `index [T, K]` contains the experts that each token chose.
     """
     expert_of_pair = index.flatten()
     order = expert_of_pair.argsort(stable=True)
@@ -68,7 +68,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
 
 
 def gather(hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Return the rows `[N, H]` of `hidden [T, H]`, each token once per choice, sorted by expert."""
+    """Return the rows of `hidden [T, H]`, repeated once per choice of the token and sorted by expert, `[N, H]`."""
     rows: torch.Tensor = _Permute.apply(hidden, pairs, repeat_by_choice, add_choices)  # type: ignore[no-untyped-call]
     return rows
 
@@ -88,7 +88,10 @@ def multiply_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def combine(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Sum `rows [N, H]`, sorted by expert, over the choices of each token, in a fixed order. Returns `[T, H]`."""
+    """Sum the expert outputs of each token in a fixed order.
+
+    `rows [N, H]` are sorted by expert. The result is `[T, H]`.
+    """
     combined: torch.Tensor = _Permute.apply(rows, pairs, add_choices, repeat_by_choice)  # type: ignore[no-untyped-call]
     return combined
 
@@ -154,9 +157,9 @@ def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
 
 
 def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the same as `grouped_matmul`, with one matmul per expert."""
-    # The backward of `unbind` writes each gradient once. The backward of `weights[e]` would allocate all experts E
-    # times.
+    """Compute the same as `grouped_matmul`, but with one matmul per expert."""
+    # The backward of `unbind` writes each gradient once. The backward of `weights[e]` would allocate the gradient of
+    # all experts E times.
     groups = rows.split(counts.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
@@ -172,7 +175,8 @@ def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if not len(rows):
         return rows.new_zeros(len(positions), rows.shape[1])
 
-    # `embedding_bag` gathers and adds in one kernel. Without weights, torch 2.13 sums bf16 in bf16 on CPUs.
+    # `embedding_bag` gathers and adds in one kernel. Weights of 1 make it sum in fp32. Without weights, torch 2.13 sums
+    # bf16 in bf16 on CPUs.
     ones = None
     if rows.dtype != _wide_dtype(rows):
         ones = torch.ones_like(positions, dtype=rows.dtype)

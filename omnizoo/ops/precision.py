@@ -1,8 +1,9 @@
 """Context managers and hooks that control the precision of a computation.
 
 `keep_precision` keeps a float64 run in float64. Models cast to a hard-coded float32 for norms, rotary angles and
-softmax, and the rounding would hide small bugs from the tests that use float64. The mode widens those casts without
-changes to the models. `compute_in` runs one submodule in a different precision than the modules around it.
+softmax, and the rounding would hide small bugs from the tests that use float64. `keep_precision` turns these casts into
+casts to float64, without changes to the models. `compute_in` runs one submodule in a different precision than the
+modules around it.
 """
 
 from collections.abc import Callable, Iterable, Mapping

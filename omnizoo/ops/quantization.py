@@ -1,11 +1,13 @@
-"""Frozen weights quantized to 4 or 8 bits, in blocks of 64 numbers with one scale each, dequantized for each use.
+"""Quantize frozen weights to 4 or 8 bits and dequantize them for each use. Blocks of 64 numbers share a scale.
 
-`nf4` is the data type of QLoRA (Dettmers et al., 2023): 16 values that are equally likely for normally distributed
-weights, times the largest magnitude of the block. `int8` has 255 evenly spaced values instead.
+`nf4` is the data type of QLoRA (Dettmers et al., 2023). A code stands for one of 16 values, which are equally likely if
+weights are normally distributed, and the scale is the largest magnitude of the block. `int8` has 255 evenly spaced
+values instead.
 
 Codes and scales are plain integer tensors, so FSDP2 shards and gathers them like any other parameter and does not cast
-them. Blocks run along dim 1, which no layout shards: linear layers are sharded along dim 0, experts along dim 0 or 2.
-Quantizing a shard therefore gives the shard of the quantized weight, and results do not depend on the layout.
+them. Blocks run along dim 1, which no layout shards, because linear layers are sharded along dim 0, and experts along
+dim 0 or 2. Quantizing a shard therefore gives the shard of the quantized weight, and results do not depend on the
+layout.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.torch_private import without_function_modes
 
-BLOCK = 64  # numbers that share a scale
-CHUNK = 2**24  # values converted at a time; limits the memory of intermediates, which are several times larger
+BLOCK = 64  # how many numbers share a scale
+CHUNK = 2**24  # how many values are converted at a time; intermediates take several times their memory
 # The published values, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -116,7 +118,7 @@ class Packing:
 
 
 def _rows(weight: torch.Tensor) -> int:
-    """Return the number of rows along dim 0 to convert at a time."""
+    """Return how many rows along dim 0 are converted at a time."""
     return max(1, CHUNK // max(1, weight[:1].numel()))
 
 
@@ -174,8 +176,8 @@ class _Multiply(torch.autograd.Function):
         return grad_rows, None, None, None, None
 
 
-# The functions below are about modules, in which the weight `<name>` is replaced by the parameters `<name>_codes` and
-# `<name>_scales`.
+# In the modules that the functions below work with, each quantized weight `<name>` is replaced by the parameters
+# `<name>_codes` and `<name>_scales`.
 
 
 def packed_names(weight_name: str) -> tuple[str, str]:

@@ -1,11 +1,11 @@
 """All uses of private APIs of torch.
 
-They are attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
-internals of FSDP2, recomputation and torch.compile. Dry runs also use fake tensors, a device implemented in Python, and
-collectives that send nothing.
+Training uses attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
+and internals of FSDP2, of recomputation and of torch.compile. Dry runs also use fake tensors, a device implemented in
+Python, and collectives that send nothing.
 
-Checked on torch 2.13.0. A test compares the schemas of these kernels with those of the installed torch, and fails if
-they have changed.
+These APIs were checked on torch 2.13.0. A test fails if the schemas of the attention kernels differ in the installed
+torch.
 """
 
 from collections import Counter, deque
@@ -74,7 +74,7 @@ def without_function_modes() -> AbstractContextManager[None]:
 def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter, gradient and buffer of `module` with `change(tensor)`.
 
-    As in `module.to`, submodules that override `_apply` are respected.
+    As `module.to` does, this calls the `_apply` of submodules that override it.
     """
     module._apply(change)
 
@@ -82,17 +82,17 @@ def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Ten
 def free_gathered_buffer(unit: Any) -> None:
     """Make an FSDP2 unit free its all-gather buffer as soon as its weights are copied out of it.
 
-    By default FSDP2 keeps the buffer until the next unit has been gathered, because streams overlap. CPUs have no
-    streams.
+    By default, FSDP2 keeps the buffer until the next unit has been gathered, because copies and gathers on different
+    streams overlap. This is not needed on CPUs, which have no streams.
     """
     unit._set_unshard_async_op(True)
 
 
 def use_in_place(unit: Any) -> None:
-    """Make an FSDP2 unit with a single rank use its shards, which are the full weights, without copies.
+    """Make an FSDP2 unit with a single rank compute with its shards directly, because they are the full weights.
 
-    torch 2.13 copies the weights in the all-gather and the gradients in the reduce-scatter. Weights that must be cast
-    or moved to the device are still copied.
+    By default, torch 2.13 copies the weights in the all-gather and the gradients in the reduce-scatter. Weights that
+    must be cast or moved to the device are still copied.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -112,7 +112,7 @@ def _take_shard(
         original(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
-        vars(parameter).pop("_unsharded_param", None)  # the old value is a copy, or the weights before they were moved
+        vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
 
 
 def _is_shard(parameter: Any) -> bool:
@@ -138,7 +138,7 @@ def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is None or not _stays_on_compute_stream(parameter):
             continue
-        # Gradients of earlier micro-batches that were not reduced are summed in the dtype of reductions.
+        # If gradients of earlier micro-batches were not reduced, their sum is kept in the dtype of reductions.
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is not None:
             grad = parameter.unsharded_accumulated_grad_data
@@ -182,7 +182,7 @@ def abort_groups() -> None:
 
 def register_fake_collectives() -> None:
     """Register the backend `fake` for `init_process_group`."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - importing it registers it
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the import registers the backend
 
 
 def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
@@ -219,7 +219,7 @@ def tensors_built_on_host() -> Iterator[None]:
 
 
 def within_shard_propagation(sharded: Any, scope: Callable[[], AbstractContextManager[None]]) -> list[Replacement]:
-    """Return replacements that enter `scope()` while DTensor runs operators only to get the metadata of full tensors.
+    """Return replacements that enter `scope()` whenever DTensor runs operators only for the metadata of full tensors.
 
     `sharded` is the class DTensor.
     """
@@ -313,12 +313,12 @@ def flash_cpu_backward(
 
 @dataclass(frozen=True)
 class Varlen:
-    """Sequences of queries and keys, and a window that is aligned at the last query and key of each sequence."""
+    """Offsets of packed sequences, and an attention window aligned at the last query and key of each sequence."""
 
     cu_q: torch.Tensor  # [sequences + 1], int32, offsets of queries
     cu_k: torch.Tensor  # [sequences + 1], int32, offsets of keys
-    max_q: int  # queries of the longest sequence
-    max_k: int  # keys of the longest sequence
+    max_q: int  # number of queries of the longest sequence
+    max_k: int  # number of keys of the longest sequence
     left: int  # -1 for no limit
     right: int  # -1 for no limit
 
@@ -333,8 +333,8 @@ def flash_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run flash attention on the device, and return the output and `lse [heads, queries]`.
 
-    `q`, `k` and `v` are `[tokens, heads, width]`; `k` and `v` may have fewer heads. The arguments are those that
-    `torch.nn.attention.varlen.varlen_attn` passes.
+    `q`, `k` and `v` are `[tokens, heads, width]`; `k` and `v` may have fewer heads.
+    `torch.nn.attention.varlen.varlen_attn` passes the same arguments to this kernel.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -395,7 +395,7 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self.is_aside = False  # while True, selective recomputation neither saves nor replays operators
+        self.is_aside = False  # while True, selective recomputation neither saves nor replays results
         self._results: deque[Any] | None = None  # results of `once` in the current block; None outside a block
         self._is_again = False  # whether the current block is being recomputed
         self._is_selective = False  # whether the current block is recomputed selectively
@@ -408,7 +408,8 @@ class Recomputation:
     def once(self, compute: Callable[[], T], large: bool = False) -> T:
         """Return `compute()` or, during recomputation, the result of the first call.
 
-        Results that are `large` are kept only by selective recomputation.
+        Selective recomputation keeps all results. Full recomputation keeps only results that are not `large`, and
+        computes the others again.
         """
         if self._results is None or (large and not self._is_selective):
             return compute()
@@ -481,7 +482,7 @@ class _SteppingAside(TorchDispatchMode):
 
 
 class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
-    """Mode of the forward pass: saves the outputs of all-to-alls."""
+    """Mode of the forward pass that saves the outputs of all-to-alls."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = func(output, *args, **kwargs)
@@ -490,7 +491,7 @@ class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
 
 
 class _ReplayingMode(_SteppingAside, _CachedTorchDispatchMode):
-    """Mode of recomputation: returns the saved outputs of all-to-alls instead of communicating."""
+    """Mode of recomputation that returns the saved outputs of all-to-alls instead of communicating."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output.copy_(self.received.popleft())
@@ -502,8 +503,8 @@ class _ReplayingMode(_SteppingAside, _CachedTorchDispatchMode):
 def named_range(name: str) -> AbstractContextManager[Any]:
     """Return a named range for the profiler.
 
-    `torch.profiler.record_function` takes 20 times as long, and is an operator, which the modes of selective
-    recomputation would record.
+    `torch.profiler.record_function` is not used, because it takes 20 times as long. It is also an operator, so the
+    modes of selective recomputation would record it.
     """
     profiler_range: AbstractContextManager[Any] = _RecordFunctionFast(name)
     return profiler_range
@@ -546,7 +547,7 @@ class Compilations:
             if failures:
                 reasons.append(f"{failures[-1].fail_type}: {failures[-1].fail_reason}")
             else:
-                reasons.append("torch reports no reason")
+                reasons.append("torch does not report the reason")
         return reasons
 
 

@@ -23,7 +23,7 @@ NAMES = {
     "send": "send",
 }
 
-DIRECT = {GATHERING: "all-gather", SCATTERING: "reduce-scatter"}  # message tag -> collective that it implements on CPU
+DIRECT = {GATHERING: "all-gather", SCATTERING: "reduce-scatter"}  # message tag -> collective that it implements on CPUs
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -66,7 +66,7 @@ class CollectiveCounter(TorchDispatchMode):
         self.add(name, group, inputs[0].device, sum(t.nbytes for t in inputs))
 
     def _count_direct(self, destination: int, tag: int, message: Any, group: dist.ProcessGroup) -> None:
-        """Count a collective that consists of point-to-point messages only once, at its message to the next rank."""
+        """Count a collective that consists of point-to-point messages. Only its message to the next rank is counted."""
         if destination != (group.rank() + 1) % group.size():
             return
         messages_per_input = 1 if tag == GATHERING else group.size()

@@ -12,7 +12,7 @@ T = TypeVar("T")
 def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserError) -> T:
     """Run `work` and return its result.
 
-    If it raises `kind` on any rank, all ranks raise the error of the lowest such rank.
+    If `work` raises `kind` on any rank, all ranks raise the error of the lowest rank on which it failed.
 
     Collective: all ranks must call it. `work` must not wait for other ranks before it raises.
     """
@@ -31,7 +31,7 @@ def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserE
 def raise_first(
     messages: Iterable[str | None], kind: type[Exception] = UserError, cause: Exception | None = None
 ) -> None:
-    """Raise the first message that is not None. `messages` has one entry per rank, None for ranks without an error."""
+    """Raise an error with the first message. `messages` has one entry per rank, None if the rank has no error."""
     for message in messages:
         if message is not None:
             raise kind(message) from cause

@@ -1,6 +1,6 @@
 """Exchange data between ranks: rows of tensors with gradients, arrays on the host, and short messages.
 
-Nothing is pickled: arrays are sent as raw bytes, and their names, dtypes and shapes as JSON.
+Nothing is pickled. Arrays are sent as raw bytes, and their names, dtypes and shapes are sent as JSON.
 """
 
 import json
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.0005
 
 
 def new_thread_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, for the exclusive use of one thread per rank, so that messages do not mix.
+    """Return a new gloo group of all ranks, which one thread per rank uses exclusively, so that messages do not mix.
 
     Collective: all ranks must call it.
     """
@@ -58,7 +58,7 @@ def exchange_rows(
 def exchange_tables(
     tables: Sequence[torch.Tensor], sent: Counts, received: Counts, group: dist.ProcessGroup | None, axis: str
 ) -> tuple[torch.Tensor, ...]:
-    """Exchange rows of several tables of any widths and dtypes, with one all-to-all each in forward and backward.
+    """Exchange rows of several tables with one all-to-all in forward and one in backward. Widths and dtypes may differ.
 
     Collective: all ranks of `group` must call it and run backward through its outputs, even if they send and receive no
     rows.
@@ -87,7 +87,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The list must be equal on all ranks.
+        # This list must be equal on all ranks, because all of these gradients are sent in one all-to-all.
         trained = [i for i, needs in enumerate(ctx.needs_input_grad[4:]) if needs]
         sent = [ctx.received[i] for i in trained]
         received = [ctx.sent[i] for i in trained]
@@ -187,8 +187,8 @@ def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list
 def _finish(work: dist.Work, group: dist.ProcessGroup | None) -> None:
     """Wait for a collective.
 
-    In the group of a background thread (`group` is not None), poll from Python: a thread that waits inside torch while
-    the interpreter shuts down (Python 3.11) would abort the process.
+    A background thread has its own group (`group` is not None) and polls from Python. If it waited inside torch while
+    the interpreter shuts down (Python 3.11), it would abort the process.
     """
     while group is not None and not work.is_completed():
         time.sleep(POLL_SECONDS)
@@ -199,7 +199,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def _pack(payloads: Sequence[Payload]) -> torch.Tensor:
-    """Serialize payloads as the length of a JSON description, the description and the arrays, each aligned."""
+    """Serialize payloads as the length of a JSON description, the description, and the arrays, with aligned offsets."""
     descriptions = []
     contents = []
     for header, arrays in payloads:

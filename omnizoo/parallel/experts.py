@@ -38,7 +38,7 @@ class ExpertRoute:
     """Routing of one MoE layer: the (token, choice) pairs that this rank sends to and receives from each rank."""
 
     pairs: Pairs  # pairs of this rank's tokens, sorted by expert
-    received_pairs: Pairs  # reorders (source rank, expert, token) to (expert, source rank, token)
+    received_pairs: Pairs  # reorders rows from (source rank, expert, token) to (expert, source rank, token)
     sent: list[int]  # number of pairs sent to each rank
     received: list[int]  # number of pairs received from each rank
 
@@ -49,7 +49,7 @@ class Dispatch:
 
     With E experts, rank r holds E/ranks consecutive experts, starting at r x E/ranks. Rows `[tokens x choices, width]`
     are sent by one all-to-all and their results returned by another, in forward and in backward. The row counts are
-    exchanged first, which takes one host sync. Recomputation reuses the counts of the first forward pass and skips the
+    exchanged first, which needs one host sync. Recomputation reuses the counts of the first forward pass and skips the
     all-to-all that returns the results.
     Collective: all ranks must call it, including ranks without tokens.
     """
@@ -96,8 +96,8 @@ class Dispatch:
             dist.all_to_all_single(received_counts, pairs.counts, group=self.group)
         sent, received = self.split(pairs, received_counts)
 
-        # Pairs arrive sorted by (source rank, expert, token). Experts need (expert, source rank, token), which is
-        # deterministic.
+        # Pairs arrive sorted by (source rank, expert, token). Experts need the order (expert, source rank, token),
+        # which is deterministic.
         experts = torch.arange(num_local_experts, device=index.device).repeat(ranks)
         expert_of_pair = experts.repeat_interleave(received_counts, output_size=sum(received)).unsqueeze(1)
         received_pairs = sort_by_expert(expert_of_pair, num_local_experts)
@@ -158,7 +158,7 @@ def check_experts(layout: Layout, experts: int) -> None:
     nearest = min(valid_sizes, key=lambda ep: abs(ep - layout.ep))
     raise UserError(
         f"parallel.ep: {layout.ep} does not divide the model's {experts} experts. Use {nearest}, the nearest size that "
-        f"divides them and the {layout.fsdp} ranks that share one copy of the weights."
+        f"divides both the experts and the {layout.fsdp} ranks that share one copy of the weights."
     )
 
 
@@ -206,17 +206,16 @@ def _placement(split_dims: dict[tuple[int, ...], int], parameter: nn.Parameter) 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
     """Return the dim to split over `ep_shard`.
 
-    This is the last dim, or dim 0 (experts) if `ep` is 1 and either dim 0 is divisible by `ep_shard` or the last dim is
-    not.
+    This is usually the last dim. If `ep` is 1, it is dim 0 (experts), unless `ep_shard` divides only the last dim.
 
-    The middle dim is not possible. If a checkpoint stores gate and up projection separately, transformers' loader
+    The middle dim cannot be split. If a checkpoint stores gate and up projection separately, transformers' loader
     (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both
     projections instead of a slice of the concatenated weight.
     """
     ranks = layout.ep_shard
     last = len(shape) - 1
     if layout.ep == 1 and (shape[0] % ranks == 0 or shape[last] % ranks):
-        return 0  # FSDP2 can pad dim 0, and no other dim, if it is not divisible
+        return 0  # if a dim is not divisible, FSDP2 can pad it only if it is dim 0
     if shape[last] % ranks:
         raise UserError(
             f"parallel.ep: {layout.ep} shards each expert over {ranks} ranks, but {ranks} does not divide the last dim "

@@ -87,9 +87,10 @@ def plan_routes(
         present = list({item.port for share in shares for item in share.items if item.spans})
     ports = sorted(present)
 
-    # Rows: destination rank, index among this rank's features.
+    # The rows of the arrays are the destination rank, and the index among this rank's features.
     sent = {port: [np.empty((2, 0), np.int64)] for port in ports}
-    # Rows: source rank, local index of the token, local index of the token before it, whether the feature is a target.
+    # The rows of the arrays are the source rank, the local index of the token, the local index of the token before it,
+    # and whether the feature is a target.
     received = {port: [np.empty((4, 0), np.int64)] for port in ports}
     num_features = dict.fromkeys(ports, 0)  # features that this rank computes
     for dp, share in enumerate(shares):
@@ -97,7 +98,7 @@ def plan_routes(
         for item, owner in zip(share.items, share.owners, strict=True):
             if item.spans and (dp == dp_rank or owner == rank):
                 items.append((item, owner))
-        if not items:  # `_holders` is expensive: compute it only for shares that involve this rank
+        if not items:  # `_holders` is expensive, so call it only for shares that involve this rank
             continue
 
         holder, local_index = _holders(layout, share.lengths)
@@ -137,7 +138,7 @@ def _sent_features(feature: Numbers, first_rank: int, destinations: Numbers) -> 
     is_new = np.ones(destinations.shape, bool)
     is_new[1:] = destinations[1:] != destinations[0]
     features = np.broadcast_to(feature, destinations.shape)
-    # Transposed, so that the features of one token are adjacent.
+    # Transpose the arrays, so that the features of one token are adjacent.
     return np.stack([first_rank + destinations.T[is_new.T], features.T[is_new.T]])
 
 
@@ -147,8 +148,9 @@ def exchange_features(
     """Send this rank's features `[n, width]` of each port, and return the received rows for the tokens that it holds.
 
     `FeatureRoute.token` and `FeatureRoute.previous_token` contain the token of each received row. All ports share one
-    all-to-all; there is none if no rank has an item. The result depends on `features` even if it is empty, so every
-    rank that uses the whole result takes part in backward. Features that were not sent get gradients of exactly 0.
+    all-to-all. If no rank has an item, there is no all-to-all. The result depends on `features` even if the result is
+    empty, so every rank that uses the whole result takes part in backward. Features that were not sent get gradients of
+    exactly 0.
     Collective: all ranks must call it.
     """
     ports = sorted(port for port in routes if port in features)
@@ -169,8 +171,9 @@ def gather_rows(
 ) -> torch.Tensor:
     """Return the hidden states at the tokens of this rank's items, in the order of its features.
 
-    This is the inverse of `exchange_features`: `states [tokens, width]` are the rows of the tokens that this rank
-    holds, and one all-to-all sends them to the ranks that own the items. `route` is None if no rank has an item.
+    This is the inverse of `exchange_features`. `states [tokens, width]` are the rows of the tokens that this rank
+    holds. One all-to-all sends the rows of items to the ranks that own these items. `route` is None if no rank has an
+    item.
     Collective: all ranks must call it.
     """
     if route is None:

@@ -88,7 +88,7 @@ def plan_layout(parallel: ParallelSection, world_size: int) -> Layout:
 
 
 def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
-    """Return the size of `dp_shard` that uses all ranks remaining after the other axes."""
+    """Return the size of `dp_shard` with which the layout uses all ranks."""
     axes = {"ring": parallel.ring, "ulysses": parallel.ulysses, "dp_replicate": parallel.dp_replicate}
     for axis, size in axes.items():
         if world_size % size:
@@ -100,7 +100,7 @@ def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
     if world_size % product:
         raise UserError(
             f"parallel: dp_replicate {parallel.dp_replicate} x ulysses {parallel.ulysses} x ring {parallel.ring} = "
-            f"{product} does not divide the world size {world_size}. Reduce one of them."
+            f"{product} does not divide the world size {world_size}. Reduce one of these sizes."
         )
     return world_size // product
 

@@ -30,7 +30,7 @@ class Mesh:
         collective                                      along
         all-gather of weights, reduce-scatter of grads  shard (dense), ep_shard (experts)          FSDP2
         all-reduce of gradients                         replicate                                  HSDP
-        all-to-all of heads against tokens              ulysses
+        all-to-all of heads and tokens                  ulysses
         send and receive of keys and values             ring
         all-to-all of tokens to their experts           ep
 
@@ -175,8 +175,9 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         device=process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
-        # NCCL connects a group at its first operation, which all its ranks must join, but the ring skips empty
-        # messages. A barrier is not sufficient, because it could use the group's CPU backend instead of NCCL.
+        # NCCL connects a group at its first operation, which all its ranks must join. The ring cannot be this
+        # operation, because it skips empty messages. A barrier is not sufficient, because it could use the group's CPU
+        # backend instead of NCCL.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
 
@@ -190,8 +191,8 @@ def _device_mesh(process: Process, axes: dict[str, int]) -> DeviceMesh:
     if key in process.grids:
         return process.grids[key]
 
-    # For an axis that spans the world, torch reuses the default group, also for FSDP. Collectives inside a block would
-    # then wait for the all-gather that prefetches the next block's weights, so use a separate group.
+    # If an axis spans the world, torch uses the default group for it, and FSDP uses the same group. Collectives inside
+    # a block would then wait for the all-gather that prefetches the next block's weights, so use a separate group.
     backends: dict[int | str, Any] = {}
     for name in AXES_INSIDE_BLOCKS:
         if 1 < axes.get(name, 1) == process.world_size:

@@ -1,9 +1,8 @@
-"""Join and leave the distributed run: rank, device, store and process group of this process.
+"""Join and leave the distributed run. It assigns a rank, a device and a process group to this process.
 
 A single process runs the same code with world size 1, an in-memory store and no network.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from omnizoo.ops.device import backend_for, is_host, pick_device
 from omnizoo.ops.memory.host_allocator import keep_freed_memory
 from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
-from omnizoo.parallel.rendezvous import meeting_point, place_in_world
+from omnizoo.parallel.parent_death import end_with_torchrun
+from omnizoo.parallel.rendezvous import place_in_world
+from omnizoo.parallel.store import JOIN_TIMEOUT, open_store
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    # Cache, keyed by axis names and sizes.
+    # Cache of device meshes, keyed by the names and sizes of their axes.
     grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
 
 
@@ -36,30 +37,36 @@ def process_group(
     store: dist.Store | None = None,
     on_failure: Callable[[int, BaseException], None] | None = None,
     device: str | None = None,
+    join_timeout: float = JOIN_TIMEOUT,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[Process]:
     """Context manager: join the default process group on entry and leave it on exit.
 
     Collective: all ranks must call it.
 
     Args:
-        place: (rank, world size, local rank). Default: read from the environment that our launcher, torchrun or Slurm
-            set, or a single process.
+        place: (rank, world size, local rank). Default: the values that our launcher, torchrun or Slurm set in the
+            environment, or else those of a single process.
         store: Store that the ranks connect through. Default: a TCP store at `MASTER_ADDR` and `MASTER_PORT`.
         on_failure: Called with the rank and the error if the block raises, before this rank leaves the group and other
             ranks fail as a consequence.
         device: Device type, such as "cpu" or "cuda". Default: the accelerator if there is one, otherwise the CPU.
+        join_timeout: Seconds to wait for the other ranks.
+        stop_requested: Whether to stop waiting for them.
 
     Yields:
         Rank, world size and device of this process.
 
     Raises:
         UserError: If the environment variables for rank, world size or address are missing or invalid.
+        TrainingError: If a rank does not join in time.
     """
+    end_with_torchrun()
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     process_device = pick_device(local_rank, device)
     if is_host(process_device):
         keep_freed_memory()
-    store = store or _store(rank, world_size)
+    store = store or open_store(rank, world_size, join_timeout, stop_requested)
     # A group that is bound to its device connects eagerly, and its subgroups share the connections.
     bound_device = None if is_host(process_device) else process_device
     dist.init_process_group(
@@ -96,19 +103,3 @@ def fake_process_group(rank: int, world_size: int, device: torch.device) -> Iter
         yield Process(rank=rank, world_size=world_size, local_rank=0, device=device)
     finally:
         dist.destroy_process_group()
-
-
-def _store(rank: int, world_size: int) -> dist.Store:
-    """Return the store that the ranks connect through."""
-    if world_size == 1:
-        return dist.HashStore()
-    host, port = meeting_point(world_size)
-    listening_socket = os.environ.get("OMNIZOO_STORE_FD")
-    if listening_socket is not None:
-        store = dist.TCPStore(host, port, world_size, is_master=True, master_listen_fd=int(listening_socket))
-    else:
-        is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(host, port, world_size, is_master=rank == 0 and not is_hosted_by_torchrun)
-    # After a restart by torchrun the store still contains the keys of the killed attempt. A prefix separates attempts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt{attempt}", store)

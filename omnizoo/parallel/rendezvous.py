@@ -43,7 +43,10 @@ def tasks_without_srun() -> int:
 
 
 def meeting_point(world_size: int) -> tuple[str, int]:
-    """Return (host, port) of the store. Under Slurm: the first node of the step, and a port derived from the job id."""
+    """Return (host, port) of the store.
+
+    Under Slurm, the default is the first node of the step, and a port derived from the job id.
+    """
     env = os.environ
     host = env.get("MASTER_ADDR")
     port = env.get("MASTER_PORT")
@@ -55,8 +58,8 @@ def meeting_point(world_size: int) -> tuple[str, int]:
         port = port or str(FIRST_PORT + (_number("SLURM_JOB_ID", "0") * 7 + step) % NUM_PORTS)
     if not host or not port:
         raise UserError(
-            f"MASTER_ADDR and MASTER_PORT: not set, but the world size is {world_size}. Export them in the job script "
-            "(the name of the first node and a free port), or start with torchrun or srun."
+            f"MASTER_ADDR and MASTER_PORT: both must be set, because the world size is {world_size}. Export them in "
+            "the job script (the name of the first node and a free port), or start with torchrun or srun."
         )
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT: {port!r} is not a valid port. Use a port from 1 to 65535.")

@@ -13,10 +13,10 @@ _AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
 
 @contextmanager
 def sent_along(*axes: str) -> Iterator[None]:
-    """Context manager: tag the collectives inside the block. Each of them is along one of `axes`.
+    """Context manager: tag the collectives inside the block with `axes`.
 
-    The innermost tag applies. Backward may run on another thread, where the tag is not set, so a
-    `torch.autograd.Function` must set it again.
+    Each collective communicates along one of these axes. The innermost tag applies. Backward may run on another thread,
+    where the tag is not set, so a `torch.autograd.Function` must set it again.
     """
     token = _AXES.set(axes)
     try:

@@ -45,5 +45,5 @@ def compile_blocks(model: nn.Module, facts: ModelFacts, kinds: Kinds) -> None:
             block.forward = Compiled(block, kinds.kind_of(block, block.forward.__func__))
             vars(block)[COMPILED] = True
         else:
-            log.warning("train.compile: %s runs without compilation: its forward is not a method", name)
+            log.warning("train.compile: %s runs without compilation, because its forward is not a method", name)
     log.info("train.compile: %d kinds of modules will be compiled when they first run", len(kinds))

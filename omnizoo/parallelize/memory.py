@@ -13,7 +13,8 @@ from omnizoo.models.component_settings import ComponentSettings
 from omnizoo.ops.device import available_memory, is_host, total_memory
 from omnizoo.parallel.mesh import Mesh
 
-# Optimizer state of a trained parameter, in multiples of its size; 8-bit state is saved as fp32.
+# Optimizer state in memory and in a checkpoint, in multiples of the size of the trained parameter. 8-bit state is saved
+# as fp32.
 HELD_STATE = {"adamw": 2, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
 SAVED_STATE = HELD_STATE | {"adamw_8bit": 2}
 
@@ -21,7 +22,8 @@ SAVED_STATE = HELD_STATE | {"adamw_8bit": 2}
 def saved_bytes(model: nn.Module, config: Config) -> int:
     """Return the approximate size of a checkpoint of `model` (on meta), in bytes.
 
-    It contains the weights (with an adapter, only trained weights) and the optimizer state of trained weights.
+    The checkpoint contains the weights (with an adapter, only trained weights) and the optimizer state of trained
+    weights.
     """
     adapter = attached(model)
     return _bytes(model, config, SAVED_STATE, gradients=0, only=adapter.trained if adapter else None)
@@ -71,7 +73,7 @@ def memory_per_rank(mesh: Mesh) -> int:
 
 
 def reshards(model: nn.Module, config: Config, memory: int) -> bool:
-    """Whether blocks free their gathered weights after forward. By default they do if the weights are large."""
+    """Whether blocks free their gathered weights after forward. By default, they do so if the weights are large."""
     if config.parallel.reshard_after_forward is not None:
         return config.parallel.reshard_after_forward
     itemsize = torch.bfloat16.itemsize if config.train.precision == "bf16" else None
@@ -82,7 +84,7 @@ def reshards(model: nn.Module, config: Config, memory: int) -> bool:
 def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Check that weights, gradients and optimizer state fit in memory.
 
-    Otherwise the process would be killed during allocation.
+    Without this check, a process would be killed when it allocates too much memory.
     """
     bytes_per_rank = held_bytes(model, config) // mesh.layout.fsdp
     device_memory = total_memory(mesh.device)

@@ -112,13 +112,15 @@ def check(facts: ModelFacts, layout: Layout, model: nn.Module) -> None:
             )
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
-    # A frozen model, such as a teacher, reuses the mesh of the trained model, even without experts.
+    # A frozen model, such as a teacher, uses the mesh of the trained model, even if the frozen model has no experts.
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if layout.ep > 1 and not facts.experts and is_trained:
         reason = "has no experts"
         if facts.num_experts:
             reason = "does not compute its experts through transformers' interface"
-        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {reason}. Set parallel.ep: 1.")
+        raise UserError(
+            f"parallel.ep: {layout.ep} is not possible, because {type(model).__name__} {reason}. Set parallel.ep: 1."
+        )
     modules: list[Any] = [model.get_submodule(name) for name in facts.experts]
     for count in sorted({module.num_experts for module in modules}):  # components may have different numbers of experts
         check_experts(layout, count)

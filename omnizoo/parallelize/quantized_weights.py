@@ -1,4 +1,4 @@
-"""Fill a model that has a quantized base: each weight is loaded or initialized, then quantized and freed."""
+"""Fill a model that has a quantized base. Each weight is loaded or initialized, quantized, and then freed."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ def plain_names(model: nn.Module) -> set[str]:
 def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
     """Run `load` with unquantized parameters in place of quantized parameters, then quantize the loaded weights.
 
-    `load` fills parameters of `model` from files and returns the names that the files lack. Until it returns, a rank
-    holds its local shards unquantized.
+    `load` fills parameters of `model` from files and returns the names that the files lack. Until `load` returns, each
+    rank holds its local shards of these weights without quantization.
     """
     weights = list(quantized_weights(model).values())
     codes_and_scales = [_unpack_parameter(weight) for weight in weights]

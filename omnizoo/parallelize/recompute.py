@@ -34,8 +34,8 @@ EXPENSIVE = ("mm", "attention", "attn")  # fragments of the names of expensive o
 class Switch:
     """Replacement for the `forward` of a block that applies a recompute mode.
 
-    It is set on the instance, so it runs inside the module's hooks: FSDP gathers weights before recomputation needs
-    them.
+    It is set on the instance, so it runs inside the module's hooks. FSDP therefore gathers weights before recomputation
+    needs them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Switch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
-            # Measure eager code: a graph hides its operators, and saves no more tensors than eager code.
+            # Measure eager code, because a graph hides its operators. A graph saves no more tensors than eager code.
             with torch.compiler.set_stance("force_eager"):
                 self._measure(self.measured, args, kwargs)
         forward = self._forward.current() if isinstance(self._forward, Compiled) else self._forward
@@ -72,7 +72,7 @@ class Switch:
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             policy = _keep_expensive if mode == "selective" else None
             forward_context, recompute_context = self._recomputation.contexts(policy)
-            # Backward does not run under the precision mode of the forward pass.
+            # Backward does not run under the precision mode of the forward pass, so recomputation enters it again.
             return forward_context, both(recompute_context, keep_precision(self._precision))
 
         with self._offloading():
@@ -142,7 +142,7 @@ def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
 def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
     """Context manager: measure the first block of each kind during forward passes.
 
-    Yields costs, keyed by kind and mode.
+    The context manager yields the costs, keyed by kind and mode.
     """
     first_switches: dict[Any, Switch] = {}
     for switch in switches(model).values():
@@ -162,7 +162,7 @@ def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
 def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
     """Exclude the FSDP hooks of `unit`, which is inside a block, from selective recomputation.
 
-    The hooks run different operators in the forward pass and in its recomputation, so operators could not be matched.
+    The hooks run different operators in the forward pass and in recomputation, so their operators cannot be matched.
     """
 
     def begin(*_: Any) -> None:

@@ -35,7 +35,7 @@ def shard_units(
     )
     for unit in expert_units:
         gather_aside(unit, recomputation)
-    # Frozen tokenizers are replicated: they are small, and their codes must not depend on the run's precision.
+    # Frozen tokenizers are replicated, because they are small and their codes must not depend on the run's precision.
     replicated = [p for module in frozen_tokenizers(model).values() for p in module.parameters()]
     if precision == "bf16":
         replicated += kept_in_fp32(model).values()
@@ -64,8 +64,9 @@ def prefetch_experts(model: nn.Module, facts: ModelFacts, expert_units: Collecti
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the embedding and the head of a language model.
 
-    Either is None unless it is a plain layer with untied weights. These are the largest layers, and they are needed
-    only at the start and the end. Tied layers are needed together, so they belong to the root unit.
+    Either is None unless it is a plain layer with untied weights. Untied layers are separate units, because they are
+    the largest layers, and each is needed only at the start or at the end. Tied layers are needed together, so they
+    belong to the root unit.
     """
     if not isinstance(model, PreTrainedModel):
         return None, None

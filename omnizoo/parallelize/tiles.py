@@ -1,8 +1,8 @@
 """Implements `parallel.tile_tokens`: selects the modules that process a few tokens at a time.
 
-Modules are selected by behavior, not by name: modules inside blocks that map each token separately and have at least
-two matmuls (a dense feed-forward layer, a shared expert), and the experts of MoE layers. Routers process all tokens at
-once.
+Modules are selected by behavior, not by name. They are the experts of MoE layers, and modules inside blocks that map
+each token separately with at least two matmuls (a dense feed-forward layer, a shared expert). Routers process all
+tokens at once.
 """
 
 import logging
@@ -46,7 +46,8 @@ def compute_in_tiles(
             forward = module.forward
             if kinds is not None and isinstance(forward, MethodType):
                 forward = partial(kinds.kind_of(module, forward.__func__), module)
-            # All layers share one function: with a partial per layer, each layer would have a separate compiled graph.
+            # All layers share one function, because a separate partial for each layer would cause a separate compiled
+            # graph.
             vars(module)["tiled"] = tiles, forward
             module.forward = MethodType(_tiled_forward, module)
             num_tiled += 1
@@ -59,8 +60,8 @@ def compute_in_tiles(
     log.info("parallel.tile_tokens: %d feed-forward layers and MoE layers run in tiles of %d tokens", num_tiled, tokens)
     if not num_tiled:
         raise UserError(
-            f"parallel.tile_tokens: {tokens}, but the blocks of {type(model).__name__} have no feed-forward layer that "
-            "maps each token separately. Remove the key."
+            f"parallel.tile_tokens: {tokens} has no effect, because the blocks of {type(model).__name__} have no "
+            "feed-forward layer that maps each token separately. Remove the key."
         )
 
 

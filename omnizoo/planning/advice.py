@@ -1,4 +1,4 @@
-"""Advice for a step that does not fit in memory: try config changes in dry runs, and suggest the best of them."""
+"""Find advice for a step that does not fit in memory: try config changes in dry runs, and suggest the best ones."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

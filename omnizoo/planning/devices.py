@@ -10,13 +10,13 @@ from omnizoo.config.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    """Properties of an accelerator. 0 means unknown."""
+    """Properties of an accelerator. A value of 0 means that the property is unknown."""
 
-    memory_gb: float  # advertised size, taken as GiB, which is closer to the real size of 80 GB devices
+    memory_gb: float  # advertised size, interpreted as GiB, which is closer to the real size of 80 GB devices
     per_node: int = 8  # devices per node
     bf16_tflops: float = 0.0  # peak of dense matmuls with fp32 accumulation
-    inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, one direction
-    across_gb_per_s: float = 0.0  # bandwidth to other nodes, per device, one direction
+    inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, in one direction
+    across_gb_per_s: float = 0.0  # bandwidth of each device to other nodes, in one direction
     memory_gb_per_s: float = 0.0  # bandwidth of the device memory
     fp32_tflops: float = 0.0  # peak of matmuls in dtypes wider than 16 bits
     save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; a guess that device files can override
@@ -44,7 +44,7 @@ def read_device(name: str) -> Device:
     example = ", ".join(f"{key}: {value:g}" for key, value in asdict(DEVICES["h100"]).items())
     expected = f"expected {', '.join(DEVICES)}, or a YAML file such as `{example}` with one key per line"
     if not path.is_file():
-        raise UserError(f"--device: {name!r}; {expected}")
+        raise UserError(f"--device: {name!r} is neither a known device nor a file; {expected}")
     try:
         with path.open(encoding="utf-8") as file:
             values = yaml.safe_load(file.read(MAX_FILE_SIZE))
@@ -64,5 +64,5 @@ def read_device(name: str) -> Device:
         is_number = isinstance(value, int if is_count else int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < 1e9:
             kind = "an integer" if is_count else "a number"
-            raise UserError(f"--device: {name}: {key} is {value!r}; expected {kind} > 0, < 1e9")
+            raise UserError(f"--device: {name}: {key} is {value!r}; expected {kind} between 0 and 1e9")
     return Device(**values)

@@ -31,7 +31,7 @@ from omnizoo.data.packing.pack import Pack
 from omnizoo.data.token_fields import make_columns
 from omnizoo.modalities.build import BUILDING_ERRORS
 from omnizoo.models.build import build_model, check_vocabulary
-from omnizoo.models.read_config import load_tokenizer
+from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.weights.random_init import initial_weights
 from omnizoo.ops.torch_private import replaced
 from omnizoo.parallel.fsdp.fill import fill
@@ -62,8 +62,8 @@ class Place:
     world: int  # world size
     rank: int
     device: Device
-    imbalance: float = 1.0  # rows that this rank's experts receive / rows that they receive with balanced routing
-    rounded: bool = True  # whether sizes are rounded up, as by allocators of accelerators
+    imbalance: float = 1.0  # rows received by this rank's experts / rows received with balanced routing
+    rounded: bool = True  # whether sizes are rounded up, as allocators of accelerators do
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Result:
     collectives: dict[Collective, tuple[int, int]]  # number of calls and bytes
     syncs: dict[Sync, int]  # number of host syncs
     kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: number of calls and FLOPs
-    guessed: list[str]  # lines that read a value that only a real device could provide
+    guessed: list[str]  # lines of code that read a value that only a real device could provide
     launched: int  # number of operators launched on the device
     moved: int  # bytes that operators other than matmuls and attention read and write
     attention: float  # FLOPs of attention on all ranks, forward and backward
@@ -178,7 +178,7 @@ def run_steps(
 ) -> list[Counter[Any]]:
     """Train two steps, and return the counters of the second one.
 
-    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the second-to-last
+    At most `MAX_MICRO_BATCHES` micro-batches are run. For each omitted micro-batch, the counts of the second-to-last
     micro-batch that was run are added.
     """
     assert setup.optimizer is not None
@@ -287,7 +287,7 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
 
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
     """Return at most `NUM_READ_PACKS` packs from the start of the data, without dummy packs."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_chat_tokenizer(config)
     check_vocabulary(model, tokenizer)
     train = {"packs_per_step": NUM_READ_PACKS, "epochs": None}
     one_step = config.changed(train=train, data={"workers": 0, "lanes": 1})
@@ -308,4 +308,6 @@ def traced(device: FakeDevice) -> Iterator[None]:
     except BUILDING_ERRORS as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not passes_on(frame.filename)]
         line = short_name(frames[-1].filename, frames[-1].lineno or 0) if frames else "an unknown line"
-        raise UserError(f"model: cannot be traced: {device.operator} at {line}: {named_line(error)}") from error
+        raise UserError(
+            f"model: cannot be traced, because {device.operator} failed at {line}: {named_line(error)}"
+        ) from error

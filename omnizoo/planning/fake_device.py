@@ -122,8 +122,8 @@ class FakeDevice(FakeTensorMode):
         self.guessed: Counter[str] = Counter()
         self.operator = ""  # name of the last operator, for messages
         self._known = WeakTensorKeyDictionary()  # maps a fake tensor to its values, as a tensor on the host
-        # Known values that were overwritten by unknown ones, by storage. They are kept alive, so that no other storage
-        # gets the same key.
+        # Known values that were overwritten by unknown ones, keyed by storage. These tensors are kept alive, so that no
+        # other storage gets the same key.
         self._spoiled: dict[int, torch.Tensor] = {}
         self._has_weights_on_host = False
         self._depth = 0  # nesting depth of operators
@@ -133,9 +133,11 @@ class FakeDevice(FakeTensorMode):
         """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
-            # FSDP calls it if it gathered weights for backward in a frozen component, which has no backward pass.
+            # FSDP calls this function if it has gathered weights for backward in a frozen component, which has no
+            # backward pass.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
-            # A function mode would be called for every attribute of every tensor, and take up half of a plan's time.
+            # A function mode instead of this replacement would be called for every attribute of every tensor, and would
+            # take half of the time of a plan.
             replaced((torch, "tensor", self._tensor)),
             tensors_built_on_host(),
             self,
@@ -143,7 +145,7 @@ class FakeDevice(FakeTensorMode):
             yield
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """Return the values of a tensor as nested lists, as `tolist` does. Counts a host sync."""
+        """Count a host sync, and return the values of a tensor as nested lists, as `tolist` does."""
         if tensor.device.type == PLANNED:
             self.wait("value", "tolist")
         return self._on_host(tensor).tolist()
@@ -314,7 +316,7 @@ class FakeDevice(FakeTensorMode):
         """Store the known values of the fake tensors in `result`, if they are small."""
         for fake, values in zip(tree_leaves(result), tree_leaves(known), strict=True):
             if isinstance(fake, FakeTensor) and isinstance(values, torch.Tensor) and not _is_too_much(values):
-                assert fake.shape == values.shape, f"{self.operator}: {fake.shape} is {values.shape} on the host"
+                assert fake.shape == values.shape, f"{self.operator}: {fake.shape}, but {values.shape} on the host"
                 self._known[fake] = values
 
 
@@ -326,7 +328,7 @@ def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _is_too_much(values: torch.Tensor) -> bool:
     """Whether a tensor is too large to keep its values.
 
-    Floats have a lower limit: sizes are computed from integers, and only a few floats are used in between.
+    Floats have a lower limit, because sizes are computed from integers, and only a few floats are used in between.
     """
     if values.is_complex():
         return True

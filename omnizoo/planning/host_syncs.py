@@ -1,4 +1,4 @@
-"""Host syncs of a dry run: find the line of code that made the host wait for the device.
+"""Find the lines of code that cause host syncs in a dry run: lines that make the host wait for the device.
 
 Paths in OmniZoo are relative to the package, and paths in user code are relative to the working directory.
 """
@@ -22,9 +22,9 @@ PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__fi
 class Sync:
     """A line of code that causes a host sync."""
 
-    where: str  # file:line, in OmniZoo if any caller is there
+    where: str  # file:line; a line of OmniZoo if any caller is in OmniZoo
     function: str  # function that contains the line
-    kind: str  # `value` (read), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
+    kind: str  # `value` (of a tensor), `shape` (from values), `to_host` or `to_device` (synchronous copies)
     detail: str  # the operator, and the line of another library that called it
 
 

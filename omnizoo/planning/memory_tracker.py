@@ -1,4 +1,4 @@
-"""Memory over a step: every allocation and release, with its part (such as weights or activations) and its module.
+"""Track memory over a step: each allocation and release, with its part (such as weights or activations) and module.
 
 A dispatch mode records when an operator allocates a tensor and when the storage is freed. It therefore counts the
 memory that is requested from an allocator. Workspaces inside kernels and fragmentation are not counted.
@@ -139,7 +139,7 @@ class MemoryTracker(TorchDispatchMode):
         """Start a new step: clear all records, except live allocations. `traffic` counts collectives from now on."""
         self.traffic, self.work = traffic, OpCounter(self.device)
         self._marks: list[tuple[int, str]] = []
-        with _garbage_collection_paused():  # a block that is freed here would be missing from one of the lists
+        with _garbage_collection_paused():  # an allocation that is freed here would be missing from one list
             self._base = [(block, block.bytes, "") for block in self._blocks.values()]
             self._events: list[tuple[Allocation, int, str]] = []
 
@@ -170,7 +170,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def timeline(self) -> Timeline:
         """Return the memory by part over the step."""
-        events = list(self._events)  # a copy: garbage collection frees tensors at any moment, which adds events
+        events = list(self._events)  # copied, because garbage collection may free tensors, which adds events
         changes = np.zeros((len(PARTS), len(events) + 1), np.int64)
         for block, size, _ in self._base:
             changes[PARTS.index(block.part), 0] += size
@@ -223,19 +223,19 @@ class MemoryTracker(TorchDispatchMode):
             yield
 
     def _enter(self, name: str, *_: object) -> None:
-        """Forward hook: a module starts. The empty name is the model, whose start begins the forward phase."""
+        """Forward hook for the start of a module. The model has an empty name and begins the forward phase."""
         if not name:
             self._keep_gradients()
             self._turn(FORWARD)
             self._backward_module = ""
-        # Recomputation ends early with an exception, without leaving its modules. Remove those that do not contain this
-        # module.
+        # Recomputation ends early with an exception, so `_leave` is not called for its modules. Remove those that do
+        # not contain this module.
         while self._modules and not name.startswith(self._modules[-1] and self._modules[-1] + "."):
             self._modules.pop()
         self._modules.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, out: object) -> None:
-        """Forward hook: a module ends. Gradient hooks on its outputs detect when its backward pass starts."""
+        """Forward hook for the end of a module. Gradient hooks on its outputs detect when its backward pass starts."""
 
         def enter_backward(_: torch.Tensor) -> None:
             self._turn(BACKWARD)

@@ -1,4 +1,4 @@
-"""Count the operators of a step: kernels by dtype and module, FLOPs of matmuls, and bytes that others move."""
+"""Count the kernels of a step by dtype and module, the FLOPs of matmuls, and the bytes that other operators move."""
 
 import math
 import re
@@ -22,7 +22,7 @@ SPARSE_WRITES = (
     "index_add_",
     "index_put_",
     "index_copy_",
-)  # operators that write only as many bytes as their source has
+)  # operators that write only as many bytes as they read from their source
 OVERWRITING = ("copy_", "fill_", "zero_")  # operators that do not read the tensor that they write to
 GATHERING = ("embedding", "index", "index_select", "gather")  # operators that read only as much as they write
 
@@ -38,7 +38,7 @@ class Kernel:
 
 
 class OpCounter:
-    """Counts calls and FLOPs by kernel. Attention has only calls, as its FLOPs depend on the lengths of samples."""
+    """Counts calls and FLOPs by kernel. For attention, FLOPs are not counted, because they depend on sample lengths."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # launches and bytes on other devices, such as the CPU, are not counted

@@ -32,7 +32,10 @@ def write_page(path: Path, name: str, plan: dict[str, Any], timeline: Timeline) 
 
 
 def _memory_chart(timeline: Timeline, allowed: float) -> Chart:
-    """Return a chart of the memory by part. Each section of the step is represented by the moment of most memory."""
+    """Return a chart of the memory by part.
+
+    Each section of the step is represented by its moment with the most memory.
+    """
     levels = timeline.bytes / GIB
     moments = _highest_moments(levels.sum(0))
     steps = list(range(len(moments)))

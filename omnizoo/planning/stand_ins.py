@@ -1,12 +1,12 @@
 """Stand-ins for functions that cannot run on a simulated device, and a context manager that installs them.
 
-- Attention: on this device, torch would decompose it into matmuls, unlike on any accelerator. The stand-in calls the
-  operator of the fused kernel, which saves queries, keys, values, output and log-sum-exp.
-- Recurrent layers: the packages with their kernels need not be installed. The stand-ins allocate and save the same
-  tensors as these kernels.
+- Attention: on this device, torch would decompose it into matmuls, which it does not do on accelerators. The stand-in
+  calls the operator of the fused kernel, which saves queries, keys, values, output and log-sum-exp.
+- Recurrent layers: the packages that contain their kernels may not be installed. The stand-ins allocate and save the
+  same tensors as these kernels.
 - Routing: the number of rows of each expert depends on values. The stand-in balances experts, or sends `imbalance`
   times the even share of rows to this rank.
-- Data: this rank loads all packs of the step.
+- Data: this rank loads all packs of the step, because there are no other ranks.
 - Host memory: offloaded tensors are counted, but not stored.
 """
 
@@ -134,10 +134,10 @@ class PlannedHost:
         return DeviceCopy(tensor)
 
     def refill(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        """Copy nothing: the sizes stay the same."""
+        """Copy nothing, because the sizes stay the same."""
 
     def put_back(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        """Copy nothing: the sizes stay the same."""
+        """Copy nothing, because the sizes stay the same."""
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class _Convolution(torch.autograd.Function):
         return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-# Stand-ins by the names of the functions that ops/linear_attention/kernels.py imports.
+# Stand-ins, keyed by the names of the functions that ops/linear_attention/kernels.py imports.
 STATE_KERNELS: dict[str, Any] = {
     "chunk_gated_delta_rule": partial(_rule, True),
     "chunk_kda": partial(_rule, True),

@@ -1,10 +1,11 @@
-"""Predicted duration of a step: the counts of a dry run, divided by the speed of the device and its links.
+"""Predict the duration of a step: divide the counts of a dry run by the speed of the device and its links.
 
 The model is a roofline with separate parts. The time of matmuls and attention follows from their FLOPs, that of other
 operators from the bytes they read and write, and that of collectives from the bytes they send. The sends of ring
-attention overlap with attention. All-to-alls do not overlap. FSDP's all-gathers and reduce-scatters are added in full:
-they do overlap with computation, but published runs have other overheads of about this size. Nothing is measured on a
-device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to published runs, and reports the error.
+attention overlap with attention. All-to-alls do not overlap. FSDP's all-gathers and reduce-scatters are added in full,
+although they overlap with computation, because published runs have other overheads of about the same size. Nothing is
+measured on a device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to published runs, and
+reports the error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,9 +17,10 @@ from omnizoo.planning.memory_tracker import BACKWARD, FORWARD
 from omnizoo.planning.op_counter import ATTENTION
 from omnizoo.planning.traffic import Collective
 
-# Backward / forward FLOPs of flash attention: five matmuls instead of two, because it recomputes logits.
+# Backward FLOPs of flash attention / forward FLOPs. Backward has five matmuls instead of two, because it recomputes
+# logits.
 FLASH_BACKWARD = 2.5
-LAUNCH = 8e-6  # approximate time of the host per operator, in seconds
+LAUNCH = 8e-6  # approximate time in which the host launches an operator, in seconds
 SYNC = 5e-5  # approximate time that the device is idle after a host sync, in seconds
 MEMORY = 0.8  # approximate fraction of the memory bandwidth that operators reach
 HALF = ("bfloat16", "float16")
@@ -41,7 +43,7 @@ class Calibration:
     shares: Shares
     runs: int  # number of published runs
     error: float  # mean of |predicted / published - 1| of tokens/s, for models held out from the fit
-    worst: float  # maximum of the same
+    worst: float  # maximum of the same error
 
     def __str__(self) -> str:
         return (
@@ -151,7 +153,7 @@ def seconds_of(collective: Collective, input_bytes: float, device: Device) -> fl
 def counts_of(result: Result, world: int) -> Counts:
     """Return the counts of one rank from the result of a dry run."""
     matmuls: dict[str, float] = {}
-    calls = {FORWARD: 0, BACKWARD: 0}  # calls of attention's forward kernels; those in backward recompute
+    calls = {FORWARD: 0, BACKWARD: 0}  # calls of attention's forward kernels; in the backward phase, they recompute
     for kernel, (count, flops) in result.kernels.items():
         if flops:
             matmuls[kernel.dtype] = matmuls.get(kernel.dtype, 0) + flops

@@ -54,7 +54,7 @@ class Traffic(CollectiveCounter):
         tagged = [axis for axis in tagged_axes() if axis in possible]
         if len(possible) > 1 and len(tagged) != 1:
             raise UserError(
-                f"plan: {name} on ranks that the axes {', '.join(possible)} have in common is not tagged. "
+                f"plan: the axis of a collective ({name}) is unknown: {', '.join(possible)} have the same ranks. "
                 "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
             )
         axis = tagged[0] if tagged else possible[0]

@@ -227,7 +227,9 @@ def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
     for record in records:
         if record["step"] != last:
             continue
-        sample = {column: cell_text(record.get(column) or "") for column in ("question", "expected", "answer")}
+        sample: dict[str, Any] = {
+            column: cell_text(record.get(column) or "") for column in ("question", "expected", "answer")
+        }
         sample["error"] = cell_text(record.get("error") or "")
         sample["judgments"], sample["scores"] = _scores(record)
         files = {name: _describe_items(run, page, record.get(name)) for name in ("question_items", "items")}

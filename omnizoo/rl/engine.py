@@ -81,8 +81,8 @@ class Engine:
         check_plugins(config, reads_rows=False)
         if config.train.epochs is not None:
             raise UserError(
-                f"train.epochs: {config.train.epochs}, but omnizoo.Engine reads no rows to count epochs of. Set "
-                "train.steps instead."
+                f"train.epochs: {config.train.epochs} is not supported. omnizoo.Engine reads no rows, so it cannot "
+                "count epochs. Set train.steps instead."
             )
         losses = build_losses(config)
         self._temperature = temperature_of(losses)
@@ -169,7 +169,7 @@ class Engine:
         objective.router_stats.reset()
         release(model)
         self.model.train()
-        # Each token is processed by one rank, and the others have 0 at its position.
+        # One rank processes each token. The other ranks have 0 at its position.
         return list(self.mesh.total(scorer.recorder.values).cpu().split(lengths))
 
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -240,7 +240,10 @@ class Engine:
         )
 
     def _same_samples(self, read: Callable[[], list[Sample]]) -> list[Sample]:
-        """Convert rollouts to samples, and check that all ranks have the same. Collective: all ranks must call it."""
+        """Convert rollouts to samples, and check that all ranks have the same samples.
+
+        Collective: all ranks must call it.
+        """
         samples = sync_errors(self.mesh, read)
         if self.mesh.layout.world > 1:
             rank = first_different_rank(self.mesh, digest(samples))
@@ -300,7 +303,7 @@ def temperature_of(losses: Sequence[NamedLoss]) -> float:
     if len(temperatures) > 1:
         listed = ", ".join(f"{temperature:g} ({who})" for temperature, who in temperatures.items())
         raise UserError(
-            f"train.losses: different temperatures: {listed}. Set all of them to the sampling temperature of the "
-            "rollouts."
+            f"train.losses: the losses have different temperatures: {listed}. Set all of them to the sampling "
+            "temperature of the rollouts."
         )
     return next(iter(temperatures), 1.0)

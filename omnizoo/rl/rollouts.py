@@ -123,8 +123,10 @@ class RolloutReader:
             columns = {}
             for name in sorted(names):
                 if name not in values:
-                    reason = "which the loss requires" if name in required else "which other rollouts have"
-                    raise UserError(f"{key}.{name}: not set, {reason}. Set one number for each of its {count} tokens.")
+                    reason = "the loss requires it" if name in required else "other rollouts have it"
+                    raise UserError(
+                        f"{key}.{name}: not set, but {reason}. Set one number for each of the {count} response tokens."
+                    )
                 columns[name] = _numbers(values[name], count, f"{key}.{name}", may_be_scalar=name == "advantage")
             samples.append(self._sample(number, prompt, answer, mask, columns))
         return samples
@@ -132,14 +134,14 @@ class RolloutReader:
     def _read(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[RenderedRow, Ids, Rollout]]:
         """Yield (rendered prompt, response ids, rollout). A prompt object that rollouts share is rendered only once."""
         if isinstance(rollouts, Rollout | str | bytes) or not isinstance(rollouts, Sequence):
-            raise UserError(f"rollouts: a {type(rollouts).__name__}. Pass a list of omnizoo.Rollout.")
+            raise UserError(f"rollouts: the type is {type(rollouts).__name__}. Pass a list of omnizoo.Rollout.")
         if not rollouts:
-            raise UserError("rollouts: empty. Pass a list of omnizoo.Rollout.")
+            raise UserError("rollouts: the list is empty. Pass at least one omnizoo.Rollout.")
         prompts: dict[int, RenderedRow] = {}  # by `id` of the prompt object
         for number, rollout in enumerate(rollouts):
             key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):
-                raise UserError(f"{key}: a {type(rollout).__name__}. Pass an omnizoo.Rollout.")
+                raise UserError(f"{key}: the type is {type(rollout).__name__}. Pass an omnizoo.Rollout.")
             if id(rollout.prompt) not in prompts:
                 prompts[id(rollout.prompt)] = self._prompt(rollout.prompt, f"{key}.prompt")
             yield prompts[id(rollout.prompt)], self._ids(rollout.answer, f"{key}.answer"), rollout
@@ -153,13 +155,13 @@ class RolloutReader:
         try:
             rendered = self.renderer.prompt(prompt)
         except (BadRow, BadMedia) as reason:
-            raise UserError(f"{key}: cannot be used: {reason}") from None
+            raise UserError(f"{key}: the prompt cannot be used: {reason}") from None
         # Media that the model generated in earlier turns are not targets.
         items = tuple(replace(item, is_target=False) for item in rendered.items)
         return replace(rendered, items=items)
 
     def _ids(self, values: Any, key: str) -> Ids:
-        """Convert token ids to an array. Raises a `UserError` if one is invalid or a placeholder token."""
+        """Convert token ids to an array. Raise a `UserError` if one is invalid or a placeholder token."""
         ids = _to_array(values)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise UserError(f"{key}: {values!r:.60} is not a list of token ids. Pass at least one token id.")
@@ -196,13 +198,14 @@ class RolloutReader:
         key = f"rollouts[{number}]"
         if not len(prompt):
             raise UserError(
-                f"{key}.prompt: empty, so the first token of the response cannot be predicted. Add a token."
+                f"{key}.prompt: the prompt is empty, so the first token of the response cannot be predicted. Add a "
+                "token."
             )
         ids = np.concatenate([prompt.input_ids, answer])
         if len(ids) > self.pack_tokens:
             raise UserError(
-                f"{key}: {len(ids)} tokens, but data.pack_tokens is {self.pack_tokens}, and rollouts are never "
-                "truncated. Raise data.pack_tokens, or pass shorter rollouts."
+                f"{key}: the rollout has {len(ids)} tokens, but data.pack_tokens is {self.pack_tokens}, and rollouts "
+                "are never truncated. Raise data.pack_tokens, or pass shorter rollouts."
             )
         num_prompt_tokens = len(prompt)
         labels = np.full_like(ids, IGNORE_INDEX)
@@ -251,7 +254,7 @@ def _numbers(values: Any, count: int, key: str, may_be_scalar: bool = False) -> 
         numbers = np.full(count, numbers)
     if numbers.shape != (count,):
         description = f"{len(numbers)} numbers" if numbers.ndim == 1 else f"{values!r:.60}"
-        raise UserError(f"{key}: {description}. Pass one number for each of the {count} tokens of the response.")
+        raise UserError(f"{key}: expected one number for each of the {count} response tokens, but got {description}")
     is_finite = np.isfinite(numbers)
     if not is_finite.all():
         index = int(np.flatnonzero(~is_finite)[0])

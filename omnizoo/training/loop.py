@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.checkpoint.folder import folder_of
 from omnizoo.config.schema import Config
+from omnizoo.data.loading.lane_stream import LoadingStopped
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.reporting.results import LAST_STEP, TrainResult, read_train_result
@@ -66,9 +67,10 @@ def train(
     clock = clock or StartClock()
     config = load_run_config(config, model=model, tokenizer=tokenizer, data=data, eval_data=eval_data)
     stop = StopSignal()  # a signal during start-up ends the run after its first step
-    with stop, joined_world(config, on_failure) as (config, mesh), ExitStack() as resources:
+    joined = joined_world(config, on_failure, stop_requested=lambda: bool(stop))
+    with stop, joined as (config, mesh), ExitStack() as resources:
         run = prepare_run(config, mesh, callbacks, stop, clock, resources)
-        if run is None:  # the checkpoint is already at the last step
+        if run is None:  # the checkpoint is already at the last step, or a signal stopped the run
             return _result(config, mesh, stop.signal or LAST_STEP)
         with (
             open_recorder(run, clock) as recorder,
@@ -112,13 +114,19 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> str:
         # Save at intervals, and always after the last step.
         is_stopped = result.stop or requests.stop
         is_last = state.step == config.train.steps or is_stopped
+        is_saved = False
         if is_last or requests.save or config.checkpoint.is_due(state.step):
-            save_run(run, recorder, must_succeed=is_last)
+            is_saved = save_run(run, recorder, must_succeed=is_last)
         if is_last:
             return finish(run, recorder, is_stopped)
         profiler.after(state.step)
         timer.wait_for_data()
-        data = run.steps.next()
+        try:
+            data = run.steps.next()
+        except LoadingStopped:  # a signal arrived while loader workers were slow or stuck
+            if not is_saved:
+                save_run(run, recorder, must_succeed=True)
+            return finish(run, recorder, is_stopped=True)
 
 
 def stopped_at_start(run: RunContext, recorder: Recorder) -> str:

@@ -11,13 +11,16 @@ from omnizoo.training.recorder import Recorder
 from omnizoo.training.setup import RunContext
 
 
-def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
+def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> bool:
     """Save a checkpoint of the current step. Collective: all ranks must call it.
 
     Args:
         run: The run.
         recorder: Prints a warning if saving fails and the run continues.
         must_succeed: Whether a failure ends the run even if `checkpoint.on_save_error` is `continue`.
+
+    Returns:
+        Whether the checkpoint was saved.
 
     Raises:
         TrainingError: If the checkpoint could not be written and the run does not continue.
@@ -40,6 +43,8 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
         if must_succeed or run.config.checkpoint.on_save_error == "stop":
             raise TrainingError(message) from error
         recorder.print(f"warning: {message} Training continues (checkpoint.on_save_error: continue).")
+        return False
+    return True
 
 
 def _state_to_save(run: RunContext) -> dict[str, Any]:

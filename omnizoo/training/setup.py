@@ -26,6 +26,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import held_out_config
+from omnizoo.data.loading.lane_stream import LoadingStopped
 from omnizoo.data.loading.loader import Loader, build_loader
 from omnizoo.data.loading.reader import Reader, build_reader
 from omnizoo.data.loading.step_count import count_steps
@@ -34,10 +35,11 @@ from omnizoo.data.packing.pack import Pack
 from omnizoo.data.sources.base import RowSource
 from omnizoo.models.adapters.record import adapter_record
 from omnizoo.models.build import build_model, check_vocabulary
+from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.hf_private import most_positions
 from omnizoo.models.media.model_inputs import read_modalities
-from omnizoo.models.read_config import load_tokenizer
 from omnizoo.ops.device import is_host, use_tensor_cores
+from omnizoo.parallel.downloads import download_on_ranks
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
@@ -159,7 +161,10 @@ def load_run_config(config: str | Path | Mapping[str, Any] | Config, **objects: 
 
 @contextmanager
 def joined_world(
-    config: Config, on_failure: Callable[[int, BaseException], None] | None = None, has_loader: bool = True
+    config: Config,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+    has_loader: bool = True,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Config, Mesh]]:
     """Context manager that joins the process group and builds the mesh.
 
@@ -168,11 +173,13 @@ def joined_world(
         on_failure: Called with the rank and the error when a rank fails.
         has_loader: Whether a loader reads the steps. Without a loader, the size of a step is set to match the number of
             ranks.
+        stop_requested: Whether to stop waiting for other ranks.
 
     Yields:
         The config, including settings that depend on the device, and the mesh.
     """
-    with process_group(on_failure=on_failure) as process:
+    timeout = config.parallel.join_timeout
+    with process_group(on_failure=on_failure, join_timeout=timeout, stop_requested=stop_requested) as process:
         config = resolve_precision(config, process.device)
         if not has_loader:
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
@@ -181,7 +188,7 @@ def joined_world(
             start_server()  # in parallel with the set-up, because its start takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
-        yield config, mesh
+        yield download_on_ranks(config, mesh, process.local_rank), mesh
 
 
 def resolve_precision(config: Config, device: torch.device) -> Config:
@@ -212,7 +219,7 @@ def build_bundle(config: Config, tokenizer_required: bool = True) -> ModelBundle
     Raises:
         UserError: If the model cannot be built, or the tokenizer has more tokens than the model.
     """
-    tokenizer = load_tokenizer(config.model) if tokenizer_required else None
+    tokenizer = load_chat_tokenizer(config) if tokenizer_required else None
     model = build_model(config.model, config.train.precision)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)
@@ -299,7 +306,7 @@ def prepare_run(
         resources: Exit stack that unlocks folders and ends prefetching when it is closed.
 
     Returns:
-        The parts of the run; None if the checkpoint is already at the last step.
+        The parts of the run; None if the checkpoint is already at the last step, or if a signal stopped the run.
 
     Raises:
         UserError: If the run cannot start.
@@ -339,8 +346,13 @@ def prepare_run(
     if held_out_reader is not None:
         check_metrics(config, evaluator.metric_names())
     num_steps = config.train.steps - state.step
-    steps = resources.enter_context(Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases))
-    first_step = steps.next()  # unusable data raises an error here, before any file is written
+    prefetcher = Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases, lambda: bool(stop))
+    steps = resources.enter_context(prefetcher)
+    try:
+        first_step = steps.next()  # unusable data raises an error here, before any file is written
+    except LoadingStopped:
+        _print_stopped(mesh, stop, state)
+        return None
     clock.done("data")
     recompute = sync_errors(mesh, lambda: apply_recompute_budget(setup.objective, first_step, saved.get("recompute")))
     return RunContext(
@@ -388,3 +400,10 @@ def _print_nothing_to_do(config: Config, mesh: Mesh, start: StartingPoint, state
     if mesh.is_first:
         hint = "" if config.train.epochs else ". Raise train.steps to continue"
         print(f"nothing to do: {start.checkpoint} is at step {state.step} of {config.train.steps}{hint}")
+
+
+def _print_stopped(mesh: Mesh, stop: StopSignal, state: TrainState) -> None:
+    """Print, on rank 0, that a signal stopped the run while it waited for its first step."""
+    if mesh.is_first:
+        stopped_by = stop.signal or "a signal to another rank"
+        print(f"stopped by {stopped_by} while step {state.step + 1} was loading: there is nothing new to save")

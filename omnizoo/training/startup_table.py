@@ -7,6 +7,7 @@ from torch import nn
 from omnizoo.checkpoint.folder import folder_of
 from omnizoo.checkpoint.resume import StartingPoint
 from omnizoo.config.schema import Config
+from omnizoo.data.loading.lanes import shares_of
 from omnizoo.data.loading.reader import Reader
 from omnizoo.models.adapters.record import describe_adapter
 from omnizoo.models.hf_private import attention_name
@@ -101,11 +102,16 @@ def _describe_step(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, st
 
 def _describe_sources(reader: Reader) -> Iterator[str]:
     """Yield a line about each data source."""
-    for number, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
+    data = reader.config.data
+    has_epochs = reader.config.train.epochs is not None
+    shares = shares_of(reader, by_rows=has_epochs)
+    weights = None if has_epochs else data.weights
+    for number, (spec, source) in enumerate(zip(data.sources, reader.sources, strict=True)):
         schema, _ = reader.format_of(number)
         read_as = f", read as {schema}" if schema else ""
-        weight = "" if reader.config.train.epochs else f" (weight {spec.weight:g})"
-        yield f"{spec.name}: {len(source):,} rows{read_as}{weight}"
+        reason = "by size" if weights is None else f"weight {weights[number]:g}"
+        share = f"; share {shares[number]:.1%} ({reason})" if len(data.sources) > 1 else ""
+        yield f"{spec.name}: {len(source):,} rows{read_as}{share}"
 
 
 def _describe_start(start: StartingPoint) -> str:

@@ -18,9 +18,10 @@ from torch import nn
 from omnizoo.models.media.batch import MediaBatch
 
 # Maximum ratio between the errors of a layout and of one process in bf16. The layout determines which additions are
-# rounded, so errors vary randomly: by a factor of up to 2 on the example configs.
+# rounded, so errors vary randomly. On the example configs, they vary by a factor of up to 2.
 FACTOR = 3.0
-# Allowance for errors that happen to cancel in one process, but not in a layout: half the relative spacing of bf16.
+# Allowance for errors that cancel by chance in one process, but not in a layout. It is half the relative spacing of
+# bf16.
 FLOOR = 2.0**-9
 
 
@@ -56,7 +57,7 @@ def watching(model: nn.Module, rounded: list[str]) -> Iterator[None]:
                 rounded.append(f"{name} ({_dtype_name(original)}) is rounded to {_dtype_name(tensor.dtype)} in {where}")
 
     with ExitStack() as hooks:
-        # The hook runs before any cast.
+        # This hook runs first, before other hooks cast the inputs.
         hooks.enter_context(model.register_forward_pre_hook(record_inputs, with_kwargs=True, prepend=True))
         for name, module in model.named_modules():
             parameters = list(inspect.signature(module.forward).parameters)

@@ -1,4 +1,7 @@
-"""Compare the trial of a layout with the one-process trial: largest differences, and the first module that differs."""
+"""Compare the trial of a layout with the one-process trial.
+
+Find the largest differences, and the first module that differs.
+"""
 
 import json
 from collections.abc import Sequence
@@ -21,8 +24,8 @@ from omnizoo.verification.trial import Trial, run_trial
 class Tolerance:
     """Maximum differences with which a layout passes."""
 
-    loss: float  # relative
-    gradient: float  # relative to the norm of each tensor
+    loss: float  # maximum relative difference
+    gradient: float  # maximum difference, relative to the norm of each tensor
 
 
 MAX_ROUNDED = 4  # maximum number of listed inputs that lose precision
@@ -99,7 +102,8 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
     checks = (
         ("loss", losses[0], tolerance.loss),
         ("gradient norm", norms[0], tolerance.gradient),
-        # The optimizer amplifies rounding errors, so the losses of later steps get 10 times the gradients' tolerance.
+        # The optimizer amplifies rounding errors, so the tolerance for losses of later steps is 10 times that for
+        # gradients.
         ("loss of a later step", max(losses), 10 * tolerance.gradient),
     )
     for name, difference, limit in checks:
@@ -152,10 +156,10 @@ def _mismatches(trial: Trial, reference: Trial) -> list[str]:
     """Return the reasons why two trials cannot be compared: different token counts, or different sets of gradients."""
     reasons = []
     if trial.tokens != reference.tokens:
-        reasons.append(f"tokens per step are {trial.tokens}, but {reference.tokens} in one process")
+        reasons.append(f"the tokens per step are {trial.tokens}, but {reference.tokens} in one process")
     unmatched = sorted(set(trial.gradients) ^ set(reference.gradients))
     if unmatched:
-        reasons.append(f"gradients on one side of the comparison only: {', '.join(unmatched[:3])}")
+        reasons.append(f"only one of the two trials has gradients of {', '.join(unmatched[:3])}")
     return reasons
 
 
@@ -191,15 +195,15 @@ def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
         error = relative(trial.activations[name], expected)
         usual_error = relative(rounded.activations[name], expected)
         if not error <= allowed(usual_error):
-            return f"first difference: the output of {name} ({error:.1e}; one process in bf16: {usual_error:.1e})"
+            return f"the first difference is the output of {name} ({error:.1e}; one process in bf16: {usual_error:.1e})"
     return "activations of the first pack are as close to fp32 as those of one process"
 
 
 def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the difference of each gradient, relative to the norm of the reference gradient.
 
-    Some gradients are zero except for rounding, such as that of a key bias, which softmax cancels. Their difference is
-    relative to the norm of all gradients of the module instead.
+    Some gradients are zero except for rounding errors, such as the gradient of a key bias, because softmax cancels this
+    bias. Their difference is relative to the norm of all gradients of the module instead.
     """
     squares: dict[str, float] = {}
     for name, grad in reference.items():
@@ -222,7 +226,7 @@ def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float]
             continue
         difference = relative(trial.activations[name], expected)
         if not difference <= tolerance.gradient:
-            return f"first difference: the output of {name} ({difference:.1e})"
+            return f"the first difference is the output of {name} ({difference:.1e})"
 
     forward_order = {module: position for position, module in enumerate(reference.executed)}
 
@@ -232,8 +236,8 @@ def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float]
 
     for name in sorted(reference.gradients, key=position_in_forward, reverse=True):
         if name in gradients and not gradients[name] <= tolerance.gradient:
-            return f"forward agrees; first difference in backward: the gradient of {name} ({gradients[name]:.1e})"
-    return "activations and gradients of the first step agree; the difference arises after the gradients"
+            return f"forward agrees; the first difference in backward is the gradient of {name} ({gradients[name]:.1e})"
+    return "activations and gradients of the first step agree, so the difference arises after the backward pass"
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, scale: float | None = None) -> float:

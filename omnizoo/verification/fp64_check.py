@@ -1,9 +1,10 @@
 """Second check of `verify` in fp32, for gradients that even one process does not compute within the tolerance.
 
-A gradient that is a small difference of large numbers has few correct digits in fp32, in one process as in any layout.
-The two may therefore disagree although there is no defect. fp64 shows whether there is one, because it removes rounding
-errors but not defects. A layout passes if it agrees with one process in fp64 within the fp64 tolerance, and if its
-difference from one process in fp32 is not much larger than the error of that process, measured against fp64.
+A gradient that is a small difference of large numbers has few correct digits in fp32, both in one process and in any
+layout. The two results may therefore disagree although there is no defect. fp64 shows whether there is one, because it
+removes rounding errors but not defects. A layout passes if it agrees with one process in fp64 within the fp64
+tolerance, and if its difference from one process in fp32 is not much larger than the error of that process, measured
+against fp64.
 """
 
 from dataclasses import replace
@@ -14,7 +15,8 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.verification.compare import Verdict, gradient_differences, verdict_of
 from omnizoo.verification.prepare import load_trial, prepare
 
-# Maximum ratio to the fp32 error of one process. Errors vary because the layout determines which additions are rounded.
+# Maximum ratio between the difference of a layout and the fp32 error of one process. Errors vary, because the layout
+# determines which additions are rounded.
 FACTOR = 10.0
 
 
@@ -47,7 +49,7 @@ def recheck_in_fp64(config: Config, layout: Layout, folder: Path, verdict: Verdi
     if not fp64_verdict.passed:
         return replace(verdict, reason=f"{verdict.reason}; also in fp64: {fp64_verdict.reason}")
     note = (
-        f"in fp64 ({fp64_verdict.gradient:.0e}); in fp32, {verdict.worst} has an error of "
-        f"{fp32_errors[verdict.worst]:.0e} in one process, and {layout} differs from that by {verdict.gradient:.0e}"
+        f"in fp64 ({fp64_verdict.gradient:.0e}); in fp32, one process computes the gradient of {verdict.worst} with an "
+        f"error of {fp32_errors[verdict.worst]:.0e}, and {layout} differs from this process by {verdict.gradient:.0e}"
     )
     return replace(verdict, passed=True, reason="", note=note)

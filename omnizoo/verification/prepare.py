@@ -62,7 +62,10 @@ def prepare(
 
 
 def plain(config: Config, **changes: Any) -> Config:
-    """Return the config of the reference trial: no recompute, tiling, offload or compile, and `changes` in `train`."""
+    """Return the config of the reference trial, with `changes` in the `train` section.
+
+    The reference trial runs without recompute, tiling, offload and compile.
+    """
     return config.changed(
         parallel={"recompute": "none", "tile_tokens": None, "offload": []}, train={"compile": False, **changes}
     )
@@ -120,9 +123,12 @@ def few_layouts(world: int, experts: bool) -> list[Layout]:
 
 
 def check_dropout(model: nn.Module) -> None:
-    """Raise a `UserError` if dropout is active. Its random numbers depend on the layout, so results would differ."""
+    """Raise a `UserError` if dropout is active. Its random numbers depend on the layout, so layouts would differ."""
     for name, p in active_dropout(model).items():
-        raise UserError(f"model: {name} has dropout with p {p:g}, which no field of the model config turns off")
+        raise UserError(
+            f"model: {name} has dropout (p = {p:g}) that no field of the model config turns off. Verify the model "
+            "without it."
+        )
 
 
 def parse(name: str, world: int) -> Layout:
@@ -140,7 +146,9 @@ def parse(name: str, world: int) -> Layout:
             )
         size = part[len(axis) :]
         if not re.fullmatch("[1-9][0-9]{0,5}", size) or axes[axis] in sizes:
-            raise UserError(f"--layouts: {part[:40]!r} in {name!r}; expected each axis once, with a size of at least 1")
+            raise UserError(
+                f"--layouts: {part[:40]!r} in {name!r} is invalid; expected each axis once, with a size of at least 1"
+            )
         sizes[axes[axis]] = int(size)
     try:
         return plan_layout(ParallelSection.model_validate(sizes), world)
@@ -202,7 +210,7 @@ def few_experts(family: str) -> dict[str, int]:
 
 
 def save_trial(trial: Trial, folder: Path) -> None:
-    """Write a trial to `folder`: tensors as safetensors, other values as JSON."""
+    """Write a trial to `folder`, with tensors as safetensors and other values as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = dict(vars(trial))
     for kind in TENSORS:

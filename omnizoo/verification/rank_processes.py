@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.parallel.parent_death import set_server_imports
 from omnizoo.parallel.process import process_group
 
 IMPORTED = ["omnizoo.verification.trial"]  # modules that the fork server imports
@@ -44,7 +45,7 @@ def run_in_processes(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     context = get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED, work.__module__])
+    set_server_imports([*IMPORTED, work.__module__])
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = []
@@ -73,7 +74,7 @@ def _timeout_error(processes: list[Any], running: list[int], timeout: float, fol
     stacks = []
     for rank in running:
         os.kill(processes[rank].pid, signal.SIGUSR1)
-        processes[rank].join(1)  # give the rank a second to write its stack; it does not end
+        processes[rank].join(1)  # wait a second until the rank has written its stack; the rank does not end
         stacks.append(f"stack of rank {rank}:\n{_stack_file(folder, rank).read_text()}")
     for process in processes:
         process.kill()
@@ -98,4 +99,4 @@ def _run_rank(rank: int, size: int, store: str, device: str, work: Callable[...,
             work(process, *args)
     except BaseException:  # noqa: BLE001 - any error ends the rank
         traceback.print_exc()
-        os._exit(1)  # exit immediately: other ranks may wait for this one, and their errors would hide this error
+        os._exit(1)  # exit now, because other ranks may wait for this one, and their errors would hide this error

@@ -1,4 +1,4 @@
-"""A trial of one layout: run three optimizer steps of a scaled-down config, and record all values to compare."""
+"""Run a trial of one layout: train three steps of a scaled-down config, and record the values to compare."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             all_rounded = itertools.chain.from_iterable(mesh.gather(rounded))
             rounded = list(dict.fromkeys(all_rounded))  # without duplicates
             result = train_step(objective, optimizer, data, step)
-            # Undo clipping: with a wrong norm, every clipped gradient would differ, which hides the cause.
+            # Undo clipping. If the norm were wrong, every clipped gradient would differ, which would hide the cause.
             clip_factor = 1.0
             if config.train.grad_clip:
                 clip_factor = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6))
@@ -97,7 +97,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
 
 
 def full_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the full gradients on the CPU, or an empty dict if not `keep`. Collective: all ranks must call it."""
+    """Return the full gradients on the CPU; an empty dict unless `keep`. Collective: all ranks must call it."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad

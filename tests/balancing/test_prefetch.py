@@ -47,7 +47,7 @@ class Spoilt:
     def __init__(self, loader: Loader, error: Exception | None) -> None:
         self.loader, self.error, self.workers = loader, error, loader.workers
         self.start, self.counters, self.state_dict = loader.start, loader.counters, loader.state_dict
-        self.close, self.read = loader.close, 0
+        self.close, self.stop, self.read = loader.close, loader.stop, 0
 
     def next_step(self) -> LoadedStep:
         self.read += 1

@@ -73,7 +73,7 @@ def test_export_never_overwrites_and_rejects_non_checkpoints(
     (tmp_path / "empty").mkdir()
     taken.mkdir()
     (taken / "precious").write_text("")
-    assert "nowhere: not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
+    assert "nowhere: this is not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
     assert "contains no intact checkpoint" in fails(tmp_path / "empty", tmp_path / "out")
     path = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
     assert main(["train", str(path)]) == 0

@@ -268,6 +268,70 @@ def test_bad_rows_raise_or_are_counted_as_in_training(
     assert "Bad rows            1 " in said
 
 
+def test_bad_rows_are_grouped_and_the_other_sources_are_shown(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write_rows(tmp_path / "good.jsonl", [{"text": f"row {i} and so on"} for i in range(72)])
+    scored = [{"messages": [{"role": "user", "content": f"what {i}"}], "score": i} for i in range(400)]
+    lost = [{"text": "so", "image": f"img/{i}.png"} for i in range(400)]
+    bad = write_rows(tmp_path / "bad.jsonl", [*scored, *lost])
+    argv = ["data", "inspect", str(text), "--samples", "1", "--data.shuffle", "false"]
+    sources = ["--data.sources", json.dumps([{"path": str(good)}, {"path": str(bad)}])]
+    assert main([*argv, *sources, "--out", str(tmp_path / "page.html")]) == 2
+    out, error = capsys.readouterr()
+    said = "".join(out.split("\n"))
+    assert f"400 bad rows, the first: {bad}:1: `score` is not used" in said
+    assert f"112 bad rows, the first: {bad}:401: `image` is not used" in said
+    assert said.count("is not used") == 2
+    assert "⟦" in said.partition("no loss")[2]  # a sample of the good source
+    assert "512     of 584 different rows read" in out
+    assert "no usable row" in out
+    assert error.startswith(f"error: {bad}:1: `score`")
+    page = Page(tmp_path / "page.html").text
+    assert "Bad rows: 512" in page
+    assert page.count("is not used") == 2
+
+    assert main([*argv, *sources, "--data.on_bad_row", "skip"]) == 2  # training would stop at the end of the source
+    assert capsys.readouterr().err.startswith("error: data.sources.1: none of the 512 rows read from ")
+    assert main([*argv, "--data.on_bad_row", "skip", "--data.sources", json.dumps([{"path": str(bad)}])]) == 2
+    out, error = capsys.readouterr()
+    assert (out.count("bad rows, the first"), error.count("\n")) == (2, 1)
+
+
+def test_reasons_that_differ_in_values_are_one_group(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [{"role": f"critic {i}", "content": "hi"}]} for i in range(30)]
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "so it is"}, *rows, *[{"text": "it is"}] * 30])
+    argv = ["data", "inspect", str(text), "--data.on_bad_row", "skip", "--data.sources"]
+    assert main([*argv, json.dumps([{"path": str(source)}])]) == 0
+    assert f"30 bad rows, the first: {source}:2: `role`" in "".join(capsys.readouterr().out.split("\n"))
+
+
+def test_a_source_whose_rows_are_all_too_long_is_an_error(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = write_rows(tmp_path / "long.jsonl", [{"text": "word " * 300}] * 20)
+    good = write_rows(tmp_path / "good.jsonl", [{"text": "so it is"}] * 72)
+    sources = json.dumps([{"path": str(long)}, {"path": str(good)}])
+    assert main(["data", "inspect", str(text), "--data.overlong", "drop", "--data.sources", sources]) == 2
+    out, error = capsys.readouterr()
+    assert "0 truncated, 20 dropped" in out
+    assert "no usable row" in out
+    assert error.startswith("error: data.sources.0: none of the 20 rows read from ")
+
+
+def test_counts_are_numbers_of_different_rows(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of small sources are read several times while the packing window fills."""
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "word " * (5 + 2 * (i == 7) * 50)} for i in range(72)])
+    argv = ["data", "inspect", str(text), "--data.overlong", "truncate", "--data.look_ahead", "256"]
+    assert main([*argv, "--data.sources", json.dumps([{"path": str(source)}])]) == 0
+    said = capsys.readouterr().out
+    assert "from 72 of 72 rows" in said
+    assert "0       of 72 different rows read" in said
+    assert "rows: 1 truncated, 0 dropped" in said
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [

@@ -13,7 +13,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.sources.remote import connect
 from omnizoo.modalities.files.decoding import optional
 from omnizoo.modalities.frozen_tokenizer import diffusers_package
-from omnizoo.models.processor_needs import processor_packages
+from omnizoo.modalities.processor_needs import processor_packages
 
 ROOT = Path(__file__).parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

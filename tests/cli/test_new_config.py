@@ -139,7 +139,7 @@ def test_sizes_depend_on_model_data_and_ranks(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["gone", "rows.csv"], "MODEL_FOLDER: gone "),
+        (["gone", "rows.csv"], "MODEL: gone "),
         (["org/gone", "rows.csv"], "hf download org/gone"),
         (["model", "gone.jsonl"], "gone.jsonl: the data source does not exist"),
         (["model", "rows.csv", "--nproc", "0"], "--nproc: 0"),

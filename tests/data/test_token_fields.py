@@ -200,16 +200,16 @@ def test_a_new_column_is_an_entry_a_place_that_fills_it_and_a_loss(
 ) -> None:
     """The column repeats the weights of rows that have some, so that sums by it are known."""
     monkeypatch.setitem(TOKEN_FIELDS, "rarity", TokenField("rarity", np.float32, 1.0, True, True))
-    render = Renderer.render
+    render = Renderer.render_samples
 
-    def with_rarity(self: Renderer, *args: Any, **options: Any) -> RenderedRow:
-        row = render(self, *args, **options)
+    def with_rarity(self: Renderer, *args: Any, **options: Any) -> list[RenderedRow]:
+        (row,) = render(self, *args, **options)
         if "loss_weights" not in row.columns:
-            return row
+            return [row]
         rarity = row.columns["loss_weights"]
-        return RenderedRow(row.columns | {"rarity": rarity}, row.items, is_prose=row.is_prose)
+        return [RenderedRow(row.columns | {"rarity": rarity}, row.items, is_prose=row.is_prose)]
 
-    monkeypatch.setattr(Renderer, "render", with_rarity)
+    monkeypatch.setattr(Renderer, "render_samples", with_rarity)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     rows = [{"text": f"any number of ranks {i}"} | ({"weight": 1 + i % 3} if i % 2 else {}) for i in range(60)]
     source = write_rows(tmp_path / "rows.jsonl", rows)

@@ -4,6 +4,7 @@ Here in one process; `omnizoo verify` takes it from there to other layouts.
 """
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from chat_styles import LAST_REASONS
+from fixtures import make_tokenizer
 from published import (
     DTYPE,
     clip,
@@ -42,6 +45,7 @@ from omnizoo.cli.generate import CONTROL
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.generation.chat_model import load_chat_model
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.item import MediaItem, Port
@@ -289,6 +293,56 @@ def test_video_steps_and_times_match_published_processor() -> None:
     written = "".join(run if isinstance(run, str) else "<|video_pad|>" * run for run in size.layout)
     assert written == Qwen3VLProcessor.replace_video_token(processor, video, 0)
     assert read("qwen3_omni_moe_thinker")["video"].encoder.measure(media).layout == ()
+
+
+def text_of_video(folder: Path, outer_markers: bool) -> str:
+    """The text of a row with a video, with one character for each run of placeholders."""
+    options = {} if outer_markers else {"video": {"outer_markers": False}}
+    model = tiny_model("qwen3_vl", "fp32")
+    modalities = recipe_of("qwen3_vl").modalities(model, None, options)
+    renderer = Renderer(
+        make_tokenizer(folder, special_tokens=tuple(marks_of("qwen3_vl"))),
+        True,
+        modalities,
+        positions=media_model(model).positions,
+    )
+    content = [{"type": "video", "video": clip(9, 64, 96).value, "fps": 4.0}, {"type": "text", "text": "what?"}]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+    rendered = renderer.render(row)
+    text = renderer.tokenizer.decode(rendered.input_ids)
+    return re.sub(r"(<\|video_pad\|>)+", "V", text)
+
+
+def test_video_has_doubled_vision_markers_by_default_as_in_transformers_5(tmp_path: Path) -> None:
+    begin, end = "<|vision_start|>", "<|vision_end|>"
+    doubled = text_of_video(tmp_path, outer_markers=True)
+    plain = text_of_video(tmp_path, outer_markers=False)
+    steps = [f"<{seconds} seconds>{begin}V{end}" for seconds in re.findall(r"<([\d.]+) seconds>", plain)]
+    assert len(steps) > 1
+    assert f"{begin}{''.join(steps)}{end}what?" in doubled
+    assert "".join(steps) + "what?" in plain
+    assert plain.count(begin) == len(steps)
+
+
+def test_sample_of_earlier_turn_with_reasoning_has_only_its_images(tmp_path: Path) -> None:
+    """`data.thinking: template` with a template that drops the reasoning of earlier turns."""
+    modalities = recipe_of("qwen3_vl").modalities(tiny_model("qwen3_vl", "fp32"), None, {})
+    fast = make_tokenizer(tmp_path, LAST_REASONS, special_tokens=tuple(marks_of("qwen3_vl")))
+    turns = []
+    for number in range(2):
+        turns.append({"role": "user", "content": f"<image>question {number}"})
+        turns.append({"role": "assistant", "content": "a", "reasoning_content": f"thought {number}"})
+    row = {"messages": turns, "images": [picture(64, 64).value, picture(32, 64, 1).value]}
+    last, first = Renderer(fast, True, modalities).render_samples(row)
+    assert [len(sample.items) for sample in (last, first)] == [2, 1]
+    assert [item.spans for item in last.items[:1]] == [item.spans for item in first.items]
+    learned = [fast.decode(sample.input_ids[sample.is_target]) for sample in (last, first)]
+    assert learned == [f"<think>\nthought {number}\n</think>\n\na<|im_end|>" for number in (1, 0)]
+
+
+def test_outer_markers_must_be_a_truth_value() -> None:
+    with pytest.raises(UserError, match=r"^model\.modalities\.video\.encoder\.options\.outer_markers"):
+        recipe_of("qwen3_vl").modalities(tiny_model("qwen3_vl", "fp32"), None, {"video": {"outer_markers": "no"}})
 
 
 def test_video_patches_match_published_processor() -> None:

@@ -319,25 +319,26 @@ def test_streamed_weights_match_exported_weights_exactly(tmp_path: Path) -> None
 
 
 GOOD = Rollout([1, 2], [3, 4, 5], 1.0, [-1.0] * 3, [-1.0] * 3)
+NUMBERS = "expected one number for each of the 3 response tokens, but got"
 BAD: list[tuple[Any, str]] = [
-    ({"advantage": [1.0, 2.0]}, "rollouts[1].advantage: 2 numbers"),
-    ({"advantage": "high"}, "rollouts[1].advantage: 'high'"),
+    ({"advantage": [1.0, 2.0]}, f"rollouts[1].advantage: {NUMBERS} 2 numbers"),
+    ({"advantage": "high"}, f"rollouts[1].advantage: {NUMBERS} 'high'"),
     ({"advantage": float("nan")}, "rollouts[1].advantage[0]: nan"),
-    ({"advantage": None}, "rollouts[1].advantage: not set, which the loss requires"),
-    ({"old": None}, "rollouts[1].old: not set, which the loss requires"),
-    ({"old": [-1.0] * 4}, "rollouts[1].old: 4 numbers"),
-    ({"reference": None}, "rollouts[1].reference: not set, which the loss requires"),
+    ({"advantage": None}, "rollouts[1].advantage: not set, but the loss requires it"),
+    ({"old": None}, "rollouts[1].old: not set, but the loss requires it"),
+    ({"old": [-1.0] * 4}, f"rollouts[1].old: {NUMBERS} 4 numbers"),
+    ({"reference": None}, "rollouts[1].reference: not set, but the loss requires it"),
     ({"mask": [False] * 3}, "rollouts[1].mask: no value is true"),
-    ({"mask": [True]}, "rollouts[1].mask: 1 numbers"),
+    ({"mask": [True]}, f"rollouts[1].mask: {NUMBERS} 1 numbers"),
     ({"answer": []}, "rollouts[1].answer: []"),
     ({"answer": [3, 4, 512]}, "rollouts[1].answer: token id 512"),
     ({"answer": [3, -1, 5]}, "rollouts[1].answer: token id -1"),
     ({"answer": "three"}, "rollouts[1].answer: 'three'"),
     ({"prompt": []}, "rollouts[1].prompt: []"),
     ({"prompt": [[1, 2]]}, "rollouts[1].prompt: [[1, 2]]"),
-    ({"prompt": [1] * 62}, "rollouts[1]: 65 tokens, but data.pack_tokens is 64"),
-    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt: cannot be used: "),
-    ({"extra": {"value": [0.0] * 3}}, "rollouts[0].value: not set, which other rollouts have"),
+    ({"prompt": [1] * 62}, "rollouts[1]: the rollout has 65 tokens, but data.pack_tokens is 64"),
+    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt: the prompt cannot be used: "),
+    ({"extra": {"value": [0.0] * 3}}, "rollouts[0].value: not set, but other rollouts have it"),
 ]
 
 

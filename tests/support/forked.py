@@ -5,6 +5,7 @@ signals, pipes and exit codes are those of processes that start cold.
 """
 
 import atexit
+import importlib
 import os
 import runpy
 import signal
@@ -41,7 +42,9 @@ def _become(args: Sequence[str], env: Mapping[str, str]) -> None:
         sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         import torch
+        from huggingface_hub import constants
 
+        importlib.reload(constants)  # huggingface_hub reads the environment when it is imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         code = _run(args)
         threading._shutdown()  # type: ignore[attr-defined]  # as Python ends: first threads, then what `atexit` knows
@@ -79,7 +82,6 @@ class Rank:
         start_new_session: bool,
         preexec_fn: Callable[[], object],
     ) -> None:
-        self._code: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
@@ -93,12 +95,6 @@ class Rank:
                 except OSError:  # that of the list itself
                     continue
         _become(command[1:], env)
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -46,11 +46,11 @@ class NumberRenderer(Renderer):
     def __init__(self, length: int | None = None) -> None:
         self.length = length
 
-    def render(self, row: Row, *context: Any) -> RenderedRow:
+    def render_samples(self, row: Row, *context: Any) -> list[RenderedRow]:
         number = row["number"]
         length = self.length or number % 7 + 1
         ids = np.full(length, number)
-        return RenderedRow(make_columns(input_ids=ids, labels=ids), is_prose=True)
+        return [RenderedRow(make_columns(input_ids=ids, labels=ids), is_prose=True)]
 
 
 def numbers(*extents: int, bad: frozenset[int] = frozenset()) -> Numbers:

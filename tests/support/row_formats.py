@@ -217,7 +217,14 @@ refused("question and answer", lines({"question": "hi", "answer": "yes"}),
         "data.sources.0.columns: {query: question, response: answer}")  # fmt: skip
 refused("input and output", lines({"input": "hi", "output": "yes"}), "columns: {query: input, response: output}")
 refused("Dolly", lines({"instruction": "hi", "context": "so", "response": "yes"}),
-        "columns: {query: instruction, response: response}")  # fmt: skip
+        "columns: {input: context, output: response}")  # fmt: skip
+refused("Dolly without a context", lines({"instruction": "hi", "context": "", "response": "yes"}),
+        "columns: {input: context, output: response}")  # fmt: skip
+becomes("Dolly, renamed", "alpaca", lines({"instruction": "hi", "context": "so", "response": "yes"}),
+        chat("hi\nso", "yes"), columns={"input": "context", "output": "response"})  # fmt: skip
+refused("a prompt and a response", lines({"prompt": "hi", "response": "yes"}),
+        "data.sources.0.columns: {query: prompt}")  # fmt: skip
+refused("messages of another name", lines({"dialog": TURNS}), "data.sources.0.columns: {messages: dialog}")
 
 # JSON as text
 
@@ -260,11 +267,67 @@ refused("CSV that is not UTF-8", raw(b"text\nso \xff\n"), "rows.csv:2: not UTF-8
 refused("CSV with nothing but names", raw("text\n"), "no rows", "rows.csv", opens=False)
 refused("CSV with an empty answer", raw("query,response\nhi,\n"), "`response` is empty", "rows.csv")
 
+# token ids: those of the characters of a text, in the tokenizer of the tests
+
+TOKENS = {"input_ids": [94, 98, 0]}  # "o", "s", the end
+
+
+becomes("token ids", "tokenized", lines(TOKENS), "[[os<|endoftext|>]]")
+becomes("token ids and a mask of ones", "tokenized", lines(TOKENS | {"attention_mask": [1, 1, 1]}),
+        "[[os<|endoftext|>]]")  # fmt: skip
+becomes("token ids with padding at both ends", "tokenized",
+        lines({"input_ids": [1, 94, 98, 1, 1], "attention_mask": [0, 1, 1, 0, 0]}), "[[os]]")  # fmt: skip
+becomes("token ids with labels", "tokenized", lines(TOKENS | {"labels": [-100, 98, -100]}), "o[[s]]<|endoftext|>")
+becomes("token ids with a mask of the loss", "tokenized", lines(TOKENS | {"loss_mask": [0, 0, 1]}),
+        "os[[<|endoftext|>]]")  # fmt: skip
+becomes("token ids with the masks of TRL", "tokenized",
+        lines(TOKENS | {"completion_mask": [False, True, True], "assistant_masks": [1.0, 1.0, 0.0]}),
+        "o[[s]]<|endoftext|>")  # fmt: skip
+becomes("token ids with labels in Parquet, of which a row has none", "tokenized",
+        table(TOKENS | {"labels": [94, 98, 0]}, TOKENS), "[[os<|endoftext|>]]", "rows.parquet", row=1)  # fmt: skip
+becomes("token ids as JSON in CSV, where that is said", "tokenized", raw('input_ids\n"[94, 98, 0]"\n'),
+        "[[os<|endoftext|>]]", "rows.csv", json_columns=["input_ids"])  # fmt: skip
+becomes("token ids of another name", "tokenized", lines({"tokens": [94, 98, 0]}), "[[os<|endoftext|>]]",
+        columns={"input_ids": "tokens"})  # fmt: skip
+becomes("token ids and their text, by name", "tokenized", lines(TOKENS | {"text": "os"}), "[[os<|endoftext|>]]",
+        format="tokenized")  # fmt: skip
+becomes("token ids and their text, of which the text", "text", lines(TOKENS | {"attention_mask": [1], "text": "so"}),
+        prose("so"), format="text")  # fmt: skip
+becomes("token ids of two documents", "tokenized", lines({"input_ids": [94, 98] * 2, "position_ids": [0, 1, 0, 1]}),
+        "[[osos]]")  # fmt: skip
+refused("token ids and their text", lines(TOKENS | {"text": "os"}),
+        "data.sources.0.format to one of text, tokenized")  # fmt: skip
+refused(
+    "token ids of another name, not renamed", lines({"tokens": [94]}), "data.sources.0.columns: {input_ids: tokens}"
+)
+refused("token ids as JSON in CSV", raw('input_ids\n"[94, 98, 0]"\n'), "list it in json_columns", "rows.csv")
+refused("token ids and a sound", lines(TOKENS | {"audio": "2.toy"}), "cannot have media (`audio`)")
+refused("token ids and an unused field", lines(TOKENS | {"token_type_ids": [0, 0, 0]}), "`token_type_ids` is not used")
+refused("token ids and a mask without content", lines({"attention_mask": [1]}), "whose content is `input_ids`")
+
 # what was read before
 
 becomes("a text", "text", lines({"text": "so it is"}), prose("so it is"))
 becomes("messages", "messages", lines({"messages": TURNS}), chat("hi", "yes"))
 becomes("conversations", "messages", lines({"conversations": SHARE}), chat("hi", "yes"))
+VALUES = [{"role": "user", "content": [{"type": "text", "value": "hi"}], "loss_weight": 0.0},
+          {"role": "assistant", "content": [{"type": "text", "value": "yes"}], "loss_weight": 1.0}]  # fmt: skip
+becomes("parts with a value, as in LLaMA-Factory", "messages", lines({"messages": VALUES}), chat("hi", "yes"))
+becomes("a response with loss weight 0", "messages",
+        lines({"messages": [*VALUES[:1], VALUES[1] | {"loss_weight": 0.0}, *VALUES]}),
+        chat("hi", "yes", "hi", "yes").replace("[[yes<|im_end|>]]", "yes<|im_end|>", 1))  # fmt: skip
+refused("a loss weight that is not a number", lines({"messages": [VALUES[0], VALUES[1] | {"loss_weight": "1"}]}),
+        "`loss_weight` of message 1")  # fmt: skip
+refused("a loss weight of the user", lines({"messages": [VALUES[0] | {"loss_weight": 1.0}, VALUES[1]]}),
+        "`loss_weight` of message 0 (user) is 1")  # fmt: skip
+refused("two loss weights", lines({"messages": [VALUES[0], VALUES[1] | {"weight": 0.5}]}), "contradict")
+refused("reasoning after the text", lines({"messages": [TURNS[0], {"role": "assistant", "content": [
+        {"type": "text", "value": "yes"}, {"type": "reasoning", "value": "hm"}]}]}), "part 1 of message 1")  # fmt: skip
+refused("reasoning of the user", lines({"messages": [{"role": "user", "content": [
+        {"type": "reasoning", "value": "hm"}]}, TURNS[1]]}), "part 0 of message 0")  # fmt: skip
+refused("a text after a tool call", lines({"messages": [TURNS[0], {"role": "assistant", "content": [
+        {"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"type": "text", "value": "yes"}]}]}),
+        "part 1 of message 1")  # fmt: skip
 becomes("a text with words that look like JSON", "text", lines({"text": '[{"role": "a"}]'}), prose('[{"role": "a"}]'))
 becomes("lines of a text file", "text", raw("so it is\nand so on\n"), prose("and so on"), "rows.txt", row=1)
 refused("messages and a text", lines({"messages": TURNS, "text": "so"}), "`messages` and `text`")
@@ -294,6 +357,34 @@ becomes("a text with a place for its item", "text", lines(MEDIA | {"text": "hear
 becomes("alpaca with a place for an item", "alpaca", lines(ALPACA | {"instruction": "<audio>add", "audios": ["2.toy"]}),
         chat("<audio:(2 audio):audio>add\n1 1", "2"))  # fmt: skip
 refused("alpaca with an item and no place", lines(ALPACA | {"audios": ["2.toy"]}), "<audio> occurs 0 times")
+refused("a transcript of another name", lines(MEDIA | {"sentence": "so"}),
+        "data.sources.0.columns: {caption: sentence}")  # fmt: skip
+refused("an item, a question and an answer", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        "data.sources.0.columns: {query: question, response: answer}")  # fmt: skip
+QUESTION = {"query": "question", "response": "answer"}
+refused("an item without a tag", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        "data.sources.0.untagged_media: first", columns=QUESTION)  # fmt: skip
+HEARD = "<audio:(2 audio):audio>"
+becomes("an item before a question", "query_response", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        chat(f"{HEARD}hi", "yes"), columns=QUESTION, untagged_media="first")  # fmt: skip
+becomes("two items before the messages of ms-swift", "messages", lines({"messages": TURNS, "audios": ["2.toy"] * 2}),
+        chat(f"{HEARD}{HEARD}hi", "yes"), untagged_media="first")  # fmt: skip
+becomes("an item before parts", "messages",
+        lines(MEDIA | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, TURNS[1]]}),
+        chat(f"{HEARD}hi", "yes"), untagged_media="first")  # fmt: skip
+becomes("an item with a tag in a later message", "messages",
+        lines(MEDIA | {"messages": [*TURNS, {"role": "user", "content": "so<audio>"}, TURNS[1]]}),
+        chat("hi", "yes", f"so{HEARD}", "yes"), untagged_media="first")  # fmt: skip
+refused("fewer tags than items", lines({"messages": [{"role": "user", "content": "<audio>hi"}, TURNS[1]],
+        "audios": ["2.toy"] * 2}), "<audio> occurs 1 times", untagged_media="first")  # fmt: skip
+refused("an item that the model draws, without a tag", lines({"messages": TURNS, "tone": "2.toy"}),
+        "<tone> occurs 0 times", untagged_media="first")  # fmt: skip
+refused("an item in another folder", lines({"messages": [{"role": "user", "content": "<audio>hi"}, TURNS[1]],
+        "audios": ["gone/2.toy"]}), "set data.sources.0.media_dir")  # fmt: skip
+URL = {"url": "2.toy", "detail": "auto"}
+ASKS = [{"type": "audio_url", "audio_url": URL}, {"type": "text", "text": "hi"}]
+becomes("an item of OpenAI's API with detail auto", "messages",
+        lines({"messages": [{"role": "user", "content": ASKS}, TURNS[1]]}), chat(f"{HEARD}hi", "yes"))  # fmt: skip
 refused(
     "a caption of what the model does not read",
     lines({"depth": "2.toy", "caption": "so"}),

@@ -21,13 +21,13 @@ from omnizoo.verification.rank_processes import RankError, run_in_processes
 ROOT = Path(__file__).parents[2]
 LAYOUT = "dp2.uly2.ep2"
 MOE = str(ROOT / "examples/qwen3_moe_tiny.yaml")
-BACKWARD = "forward agrees; first difference in backward: the gradient of"
+BACKWARD = "forward agrees; the first difference in backward is the gradient of"
 NAMED = {  # what the verdict must name
     "wrong_divide_factor_on_experts": f"{BACKWARD} model.layers.1.mlp.experts",
-    "positions_not_sliced": "first difference: the output of model.rotary_emb",
-    "packed_samples_see_each_other": "first difference: the output of model.layers.0.self_attn",
+    "positions_not_sliced": "the first difference is the output of model.rotary_emb",
+    "packed_samples_see_each_other": "the first difference is the output of model.layers.0.self_attn",
     "balance_loss_per_rank": f"{BACKWARD} model.layers.1.mlp.gate.weight",
-    "key_value_heads_repeated_wrongly": "first difference: the output of model.layers.0.self_attn",
+    "key_value_heads_repeated_wrongly": "the first difference is the output of model.layers.0.self_attn",
 }
 
 

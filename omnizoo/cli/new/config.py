@@ -1,25 +1,34 @@
-"""`omnizoo new MODEL_FOLDER DATA`: write a config that trains without edits, with the reason for each value.
+"""`omnizoo new MODEL DATA`: write a config that trains without edits, with the reason for each value.
 
 Sizes depend on the lengths of the samples, the experts and positions of the model, and the memory of this machine.
-Values that depend on the user's goal, such as the learning rate and the number of epochs, are marked with "choose".
+Values that depend on the user's goal, such as the learning rate and the number of epochs, are marked with "choose". If
+the rows cannot be read without a decision of the user, one line is marked with "CHOOSE".
 """
 
 import argparse
 import math
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from omnizoo.cli.new.dataset import SOURCE, DatasetSettings, estimated_lengths, fit_settings
+from omnizoo.cli.new.overrides import flow, source_text, write_overrides
 from omnizoo.cli.render_file import render_file
 from omnizoo.cli.train import check_nproc
-from omnizoo.config.errors import UserError
-from omnizoo.config.hub import hub_hint
+from omnizoo.config.errors import UserError, printable
+from omnizoo.config.hub import local_path, parse_name
 from omnizoo.config.load import load_config
+from omnizoo.config.overrides import apply_override, parse_overrides
+from omnizoo.hub.resolve import resolve_names
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
-MAX_MEASURED = 2**15  # in tokens; longer samples are not measured exactly
+MAX_CORES = 8  # cores of a machine without devices that a step is sure to use
+MAX_COMMENT = 300  # characters of a comment
 MIN_ROWS_TO_SPLIT = 20  # minimum number of rows in a source for holding some of them out
 STATE_BYTES = 16  # per trained parameter: fp32 weight, gradient and two moments
 
@@ -36,19 +45,17 @@ class NewConfigFacts:
     positions: int | None
     modalities: tuple[str, ...]
     data: str
+    settings: DatasetSettings
+    changes: Mapping[str, Any]  # keys from the command line
     format: str
     rows: int
     lengths: list[int]  # sorted lengths of the inspected samples, in tokens
     splits: tuple[str, str] | None  # names of the training and evaluation splits
     nproc: int
+    cores: int
     is_host: bool
     memory: int  # in bytes: memory of one device, or of this machine if it has no devices
     device: str
-
-    @property
-    def mean(self) -> float:
-        """Mean length of the inspected samples, in tokens."""
-        return sum(self.lengths) / len(self.lengths)
 
     @property
     def median(self) -> int:
@@ -58,7 +65,7 @@ class NewConfigFacts:
     @property
     def is_plain_text(self) -> bool:
         """Whether the rows are texts without prompts, as in pretraining."""
-        return self.format in ("text", "document")
+        return self.format in ("text", "document", "tokenized")
 
 
 def new_config(args: argparse.Namespace) -> int:
@@ -67,8 +74,8 @@ def new_config(args: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"--out: {out} already exists. Delete it, or choose another file.")
     check_nproc(args.nproc)
-    facts = collect_facts(args.model, args.data, args.nproc)
-    text = render_config(facts, out.stem)
+    facts = collect_facts(args, check_overrides(args), out)
+    text = write_overrides(render_config(facts, out.stem), line_overrides(facts.changes))
 
     # Check that the written config is valid, and that its batch fits the layout.
     config = load_config(yaml.safe_load(text))
@@ -80,64 +87,105 @@ def new_config(args: argparse.Namespace) -> int:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
-    print(f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters; {facts.rows:,} rows, schema: {facts.format}")
-    print(f"written: {out}. Inspect the data, then train:")
-    print(f"  omnizoo data inspect {out}")
-    print(f"  omnizoo train {out}{nproc_flag(facts)}")
+    print_summary(facts, out)
     return 0
 
 
-def collect_facts(model: str, data: str, nproc: int | None) -> NewConfigFacts:
-    """Build the model on the meta device, render some samples, and return the facts that the config depends on."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        hint = hub_hint(model, "model")
-        raise UserError(f"MODEL_FOLDER: {model} is not a folder; expected a folder with a Hugging Face model{hint}")
+def print_summary(facts: NewConfigFacts, out: Path) -> None:
+    """Print the facts, the settings that the rows need, and the next commands."""
+    print(f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters; {facts.rows:,} rows, schema: {facts.format}")
+    for key, comment in facts.settings.comments.items():
+        print(f"  {key}: {short_comment(comment)}")
+    if facts.settings.choice:
+        print(f"written: {out}. Edit the line after CHOOSE, then inspect the data and train:")
+    else:
+        print(f"written: {out}. Inspect the data, then train:")
+    print(f"  omnizoo data inspect {out}")
+    print(f"  omnizoo train {out}{nproc_flag(facts)}")
+
+
+def check_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys from the command line. Raises `UserError` if one of them is not valid."""
+    source = {"path": args.data}
+    sections = {"model": {"path": args.model}, "data": {"sources": [source], "eval_sources": [source]}}
+    load_config(sections, args.overrides)
+    return parse_overrides(args.overrides)
+
+
+def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys from the command line that do not determine how rows are read, which the settings contain."""
+    in_settings = ("data.sources.", "data.eval_sources", "data.ignore", "data.on_bad_row", "data.chat_template")
+    return {key: value for key, value in changes.items() if not key.startswith((*in_settings, "train.losses"))}
+
+
+def dataset_settings(model: str, data: str, changes: Mapping[str, Any], out: Path) -> DatasetSettings:
+    """Return the settings for reading the rows before any fix: the arguments, and keys from the command line."""
+    sections: dict[str, dict[str, Any]] = {"model": {"path": model}, "data": {"sources": [{"path": data}]}}
+    for key, value in changes.items():
+        if key.startswith(("model.", "data.", "train.losses")):
+            apply_override(sections, key, value)
+    config, pins = resolve_names(load_config(deepcopy(sections)), with_weights=False)
+    part = _part(Path(local_path(str(config.model.path))).expanduser())
+    if part:
+        sections["model"].setdefault("part", part)
+    source = sections["data"]["sources"][0]
+    splits = _splits(str(config.data.sources[0].path)) if "split" not in source else None
+    if splits:
+        source["split"] = splits[0]
+    template_file = out.with_name(f"{out.stem}_template.jinja")
+    return DatasetSettings(
+        sections=sections, template_file=template_file, fixed=frozenset(changes), pins=pins, splits=splits
+    )
+
+
+def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Path) -> NewConfigFacts:
+    """Build the model on the meta device, render some samples, and return the facts that the config depends on.
+
+    Args:
+        args: The command line.
+        changes: Keys from the command line.
+        out: File for the config.
+    """
+    model, data = args.model, args.data
+    if parse_name(model) is None and not Path(model).expanduser().is_dir():
+        raise UserError(
+            f"MODEL: {model} is not a folder; expected a folder with a Hugging Face model, or ORG/NAME on the hub"
+        )
     import torch
 
-    from omnizoo.data.loading.inspection import inspect_data, one_lane
     from omnizoo.data.rendering.template_limits import memory_limits
+    from omnizoo.data.sources.open import open_source
     from omnizoo.models.recipe import read_facts
     from omnizoo.ops.device import device_name, is_host, pick_device, total_memory
     from omnizoo.training.setup import build_bundle
 
-    part = _part(folder)
-    splits = _splits(data)
-    source: dict[str, Any] = {"path": data}
-    if splits:
-        source["split"] = splits[0]
-    model_section = {"path": model}
-    if part:
-        model_section["part"] = part
-    settings: dict[str, Any] = {"model": model_section, "data": {"sources": [source], "pack_tokens": MAX_MEASURED}}
-
+    settings = dataset_settings(model, data, changes, out)
     with memory_limits():
-        bundle = build_bundle(one_lane(load_config(settings)))
-        reader = bundle.reader()
-        if reader.format_of(0)[0] == "preference":
-            settings["train"] = {"losses": [{"kind": "dpo"}]}
-            bundle = build_bundle(one_lane(load_config(settings)))
-            reader = bundle.reader()
-        inspection = inspect_data(reader, 0)
-    if inspection.bad_rows:
-        raise UserError(f"{inspection.bad_rows[0]}. Fix the row, or set `data.on_bad_row: skip` to skip such rows.")
+        bundle = build_bundle(settings.config())
+        fitted = fit_settings(settings, bundle)
+    source = fitted.reader.sources[0] if fitted else open_source(settings.unread_source())
+    lengths = fitted.lengths if fitted else estimated_lengths(source)
+    format_name = fitted.reader.format_of(0)[0] if fitted else "not known yet"
 
     device = pick_device(0)
     num_devices = 1 if is_host(device) else torch.accelerator.device_count()
     return NewConfigFacts(
         model=model,
-        part=part,
+        part=settings.sections["model"].get("part"),
         family=type(bundle.model).__name__,
         parameters=sum(p.numel() for p in bundle.model.parameters()),
         experts=read_facts(bundle.model).num_experts,
-        positions=reader.most_positions,
-        modalities=tuple(reader.modalities),
+        positions=bundle.media["most_positions"],
+        modalities=tuple(bundle.media.get("modalities", ())),
         data=data,
-        format=reader.format_of(0)[0] or "messages",
-        rows=len(reader.sources[0]),
-        lengths=sorted(inspection.lengths),
-        splits=splits,
-        nproc=nproc or num_devices,
+        settings=settings,
+        changes=changes,
+        format=format_name or "messages",
+        rows=len(source),
+        lengths=lengths,
+        splits=settings.splits,
+        nproc=args.nproc or num_devices,
+        cores=len(os.sched_getaffinity(0)),
         is_host=is_host(device),
         memory=total_memory(device),
         device=device_name(device),
@@ -167,15 +215,21 @@ def _part(folder: Path) -> str | None:
 
 
 def _splits(data: str) -> tuple[str, str] | None:
-    """Return the names of the training and evaluation splits, if the data is a folder that has both."""
+    """Return the names of the training and evaluation splits, if the data is a folder or repository that has both."""
     from omnizoo.data.sources.open import data_files
+    from omnizoo.hub.dataset import files_in_split
 
     path = Path(data).expanduser()
-    if not path.is_dir():
+    name = parse_name(data)
+    if name is None and not path.is_dir():
         return None
+
+    def files_of(split: str) -> Sequence[Any]:
+        return files_in_split(name, split) if name is not None else data_files(path, split)
+
     for eval_split in ("validation", "test"):
         try:
-            if data_files(path, "train") != data_files(path, eval_split):
+            if files_of("train") != files_of(eval_split):
                 return "train", eval_split
         except UserError:
             continue
@@ -189,6 +243,8 @@ def power_above(value: float) -> int:
 
 def pack_tokens(facts: NewConfigFacts) -> int:
     """Return a pack length that fits 99 % of the samples, and several samples of median length."""
+    if facts.changes.get("data.pack_tokens"):
+        return int(facts.changes["data.pack_tokens"])
     num_samples = len(facts.lengths)
     percentile_99 = facts.lengths[min(num_samples - 1, int(0.99 * num_samples))]
     usual_tokens = 1024 if facts.is_host else 8192
@@ -198,20 +254,29 @@ def pack_tokens(facts: NewConfigFacts) -> int:
 
 def held_out(facts: NewConfigFacts) -> int:
     """Return n if every n-th row should be held out for evaluation, or 0 if none should."""
-    if facts.splits or facts.rows < MIN_ROWS_TO_SPLIT:
+    is_set = "take" in facts.settings.source or "eval_sources" in facts.settings.sections["data"]
+    if facts.splits or is_set or facts.rows < MIN_ROWS_TO_SPLIT:
         return 0
     return 50 if facts.rows >= 1000 else 10
 
 
 def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
-    """Return the number of packs per step, a multiple of nproc.
+    """Return the number of packs per step, a multiple of the numbers of ranks that users start on this machine.
 
-    An epoch has about 50 steps, unless a step would then exceed a usual number of tokens.
+    An epoch has about 50 steps, unless a step would then exceed a usual number of tokens. On a machine without devices,
+    users start up to one rank per core.
     """
+    if facts.changes.get("train.packs_per_step"):
+        return int(facts.changes["train.packs_per_step"])
+    if facts.changes.get("train.tokens_per_step"):
+        return max(1, int(facts.changes["train.tokens_per_step"]) // pack_tokens(facts))
+    multiple = facts.nproc
+    if facts.is_host:
+        multiple = math.lcm(facts.nproc, power_above((min(facts.cores, MAX_CORES) + 1) / 2))
     usual_tokens = 2**14 if facts.is_host else 2**18
     max_packs = max(1, usual_tokens // pack_tokens(facts))
     packs = max(1, min(max_packs, round(num_packs / 50)))
-    return facts.nproc * max(1, round(packs / facts.nproc))
+    return multiple * max(1, round(packs / multiple))
 
 
 def learning_rate(facts: NewConfigFacts) -> float:
@@ -228,14 +293,47 @@ def expert_ranks(facts: NewConfigFacts) -> int:
     return math.gcd(facts.nproc, facts.experts)
 
 
-def source_options(facts: NewConfigFacts, every: int) -> tuple[str, str]:
-    """Return the YAML options that select the rows of the training source and of the evaluation source."""
-    if facts.splits:
-        train_split, eval_split = facts.splits
-        return f", split: {train_split}", f", split: {eval_split}"
-    if every:
-        return f", take: all but every {every}th", f", take: every {every}th"
-    return "", ""
+def source_lines(facts: NewConfigFacts, every: int) -> tuple[str, list[str]]:
+    """Return the training source as YAML, and the evaluation sources, if there are any."""
+    data = facts.settings.sections["data"]
+    train_source = dict(facts.settings.source)
+    eval_sources = [dict(source) for source in data.get("eval_sources", [])]
+    choice = facts.settings.choice
+    if not eval_sources and facts.splits:
+        eval_sources = [train_source | {"split": facts.splits[1]}]
+    elif not eval_sources and every:
+        eval_sources = [train_source | {"take": f"every {every}th"}]
+        train_source["take"] = f"all but every {every}th"
+    # The user edits a placeholder in one line only; the evaluation source refers to it.
+    return source_text(train_source, anchor=choice), [source_text(source, alias=choice) for source in eval_sources]
+
+
+def short_comment(text: str) -> str:
+    """Return a text as one printable line of limited length."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= MAX_COMMENT else line[: MAX_COMMENT - 3] + "..."
+
+
+def data_lines(facts: NewConfigFacts) -> list[str]:
+    """Return the keys of `data` that the rows need, as YAML with the reason for each value."""
+    lines = []
+    for name, value in facts.settings.sections["data"].items():
+        if name in ("ignore", "on_bad_row", "chat_template"):
+            comment = facts.settings.comments.get(f"data.{name}", "")
+            suffix = f" # choose: {short_comment(comment)}" if comment else ""
+            lines.append(f"{name}: {flow(value)}{suffix}")
+    return lines
+
+
+def source_comments(facts: NewConfigFacts) -> list[str]:
+    """Return the comments above the training source: the reason for each of its keys, and what the user must choose."""
+    comments = []
+    for key, comment in facts.settings.comments.items():
+        name = key.rpartition(".")[2]
+        if key.startswith(f"{SOURCE}."):
+            verb = "CHOOSE" if name == facts.settings.choice else "choose"
+            comments.append(f"{verb} `{name}`: {short_comment(comment)}")
+    return sorted(comments, reverse=True)  # the line to edit follows CHOOSE
 
 
 def render_config(facts: NewConfigFacts, name: str) -> str:
@@ -243,10 +341,13 @@ def render_config(facts: NewConfigFacts, name: str) -> str:
     tokens = pack_tokens(facts)
     every = held_out(facts)
     num_held_out = facts.rows // every if every else 0
-    num_packs = (facts.rows - num_held_out) * facts.mean / tokens
+    used = facts.lengths if facts.is_plain_text else [min(length, tokens) for length in facts.lengths]
+    num_packs = (facts.rows - num_held_out) * sum(used) / len(used) / tokens
     step_packs = packs_per_step(facts, num_packs)
-    epochs = 1 if facts.is_plain_text else 3
-    train_options, eval_options = source_options(facts, every)
+    epochs = facts.changes.get("train.epochs") or (1 if facts.is_plain_text else 3)
+    steps = facts.changes.get("train.steps") or math.ceil(max(1, math.ceil(num_packs / step_packs)) * epochs)
+    train_source, eval_sources = source_lines(facts, every)
+    losses = facts.settings.sections.get("train", {}).get("losses")
 
     required_memory = facts.parameters * STATE_BYTES / facts.nproc
     rank_memory = facts.memory / facts.nproc if facts.is_host else facts.memory
@@ -262,13 +363,17 @@ def render_config(facts: NewConfigFacts, name: str) -> str:
         million_parameters=f"{facts.parameters / 1e6:,.1f}",
         memory=f"{required_memory / 2**30:,.1f} of {rank_memory / 2**30:,.1f} GiB on each rank",
         fits=fits,
-        train_options=train_options,
-        eval_options=eval_options,
+        source_comments=source_comments(facts),
+        train_source=train_source,
+        eval_sources=eval_sources,
+        data_lines=data_lines(facts),
+        losses=flow(losses) if losses else "",
+        loss_comment=short_comment(facts.settings.comments.get("train.losses", "")),
         pack_tokens=tokens,
         num_overlong=sum(length > tokens for length in facts.lengths),
         expert_ranks=expert_ranks(facts),
         epochs=epochs,
-        steps=max(1, math.ceil(num_packs / step_packs)) * epochs,
+        steps=steps,
         packs_per_step=step_packs,
         lr=yaml_float(lr),
     )

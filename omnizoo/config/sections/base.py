@@ -91,10 +91,11 @@ class SubmoduleSettings(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("config",))
 
     path: Text | None = None
-    """HF folder with pretrained weights"""
+    """HF folder with pretrained weights, or `ORG/NAME` on the Hugging Face Hub"""
 
     config: Text | dict[str, Any] | None = None
-    """HF folder, or inline mapping with `model_type`, for random initialization from `train.seed`"""
+    """HF folder or `ORG/NAME` on the hub, or inline mapping with `model_type`, for random initialization from
+    `train.seed`"""
 
     freeze: bool = False
     """whether the weights stay fixed; default: trained"""

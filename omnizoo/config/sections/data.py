@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from omnizoo.config.hub import without_revision
 from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, alternatives, to_plain
 
@@ -22,8 +24,25 @@ RowFormat = Literal[
     "caption",
     "from_caption",
     "document",
+    "tokenized",
 ]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
+
+
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables of chat templates
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Check that the options are names of variables that a chat template may set."""
+    for name in options:
+        if not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{name!r} is not the name of a template variable. Use a name such as enable_thinking.")
+        if name in RESERVED_VARIABLES:
+            raise ValueError(f"{name} is set by OmniZoo. Remove it.")
+    return options
+
+
+TemplateOptions = Annotated[dict[Text, bool | int | float | str], AfterValidator(_check_options)]
 
 
 class SourceSettings(ConfigSection):
@@ -32,11 +51,13 @@ class SourceSettings(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("rows", "options"), ("given",))
 
     path: Text | None = None
-    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, or an fsspec
-    address (`hf://datasets/...`, `s3://...`) to copy to `data.cache_dir`"""
+    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, a dataset on the
+    Hugging Face Hub (`ORG/NAME` or `ORG/NAME@REVISION`), or an fsspec address (`s3://...`) to copy to
+    `data.cache_dir`"""
 
-    weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """relative share of samples among the sources"""
+    weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """relative share of rows among the sources; default: 1 if another source has a weight, otherwise the number of rows
+    of the source"""
 
     split: Text = "train"
     """split to read, if the path is a `datasets` folder"""
@@ -58,6 +79,10 @@ class SourceSettings(ConfigSection):
     """folder for relative media paths in the rows; default: the folder of the data file, or the working directory for
     rows from Python"""
 
+    untagged_media: Literal["first"] | None = None
+    """position of media in a column if no text of the row has a tag such as `<image>` for them: `first` places them at
+    the beginning of the first user message; default: such rows are bad rows"""
+
     rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
     """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
     torch dataset or an `omnizoo.RowSource` (docs/how-to/plugins.md)"""
@@ -70,8 +95,8 @@ class SourceSettings(ConfigSection):
 
     @property
     def name(self) -> str:
-        """Name of the source in messages."""
-        return str(self.path or self.rows or to_plain(self.given))
+        """Name of the source in messages, without the commit of a dataset on the hub."""
+        return without_revision(self.path) if self.path else str(self.rows or to_plain(self.given))
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceSettings":
@@ -97,10 +122,10 @@ class DataSection(ConfigSection):
     """Keys of `data`."""
 
     sources: Annotated[list[SourceSettings], Field(min_length=1)]
-    """training data, mixed by weight"""
+    """training data, mixed by `weight`, or by size if no source has a weight"""
 
     eval_sources: list[SourceSettings] = Field([])
-    """held-out data for evaluations"""
+    """held-out data for evaluations, which is read in proportion to `weight` (default: equal numbers of packs)"""
 
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = 2048
     """maximum number of tokens of a pack, and of the longest sample"""
@@ -136,6 +161,23 @@ class DataSection(ConfigSection):
     """names or glob patterns of fields of rows, messages and content parts to ignore; a pattern does not match fields
     that are used"""
 
+    chat_template: Text | None = None
+    """file with a chat template (Jinja) instead of that of the tokenizer, for example for a base model without one; it
+    is saved with checkpoints and exports"""
+
+    template_options: TemplateOptions = Field({})
+    """arguments of the chat template as `{name: value}`, such as `{enable_thinking: false}`, for training, evaluation
+    and generation; they are saved as defaults in the chat template of checkpoints and exports"""
+
+    thinking: Literal["template", "keep", "drop", "refuse"] = "template"
+    """treatment of reasoning that the chat template drops from earlier turns: `template` trains such a turn as a sample
+    of its own, which ends with the turn; `keep` writes it in all turns; `drop` removes all reasoning from the rows;
+    `refuse` makes the row a bad row (docs/how-to/chat_templates.md)"""
+
+    thinking_tags: Annotated[list[str], Field(min_length=2, max_length=2)] | None = None
+    """text before and after the reasoning of a message, such as `["<think>\\n", "\\n</think>\\n\\n"]`, to write
+    `reasoning_content` into the content, for chat templates that read reasoning there"""
+
     media_outside: bool = False
     """whether media files may be outside the folder of the source (`media_dir`); default: an error"""
 
@@ -148,6 +190,18 @@ class DataSection(ConfigSection):
 
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """number of steps that each loader worker prepares in advance"""
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The weights of the sources; None if no source has one, so that each share is the share of all rows."""
+        if all(source.weight is None for source in self.sources):
+            return None
+        return [source.weight or 1.0 for source in self.sources]
+
+
+def with_weights(sources: Sequence[SourceSettings]) -> list[SourceSettings]:
+    """Return the sources with a weight of 1 for those without a weight."""
+    return [source.model_copy(update={"weight": source.weight or 1.0}) for source in sources]
 
 
 def fitting_lanes(packs_per_step: int) -> int:

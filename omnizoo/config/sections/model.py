@@ -124,8 +124,8 @@ class AdapterSettings(ConfigSection):
     (`int8`); default: none"""
 
     path: Text | None = None
-    """folder of a PEFT adapter to start from; the folder determines all other keys of the adapter except `dropout` and
-    `base`; default: a new adapter"""
+    """folder of a PEFT adapter to start from, or `ORG/NAME` on the hub; the adapter determines all other keys except
+    `dropout` and `base`; default: a new adapter"""
 
     @model_validator(mode="after")
     def _check_path(self) -> "AdapterSettings":
@@ -144,10 +144,12 @@ class ModelSection(ConfigSection):
     )
 
     path: Text | None = None
-    """HF folder with config, safetensors weights and tokenizer"""
+    """HF folder with config, safetensors weights and tokenizer, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging
+    Face Hub (docs/how-to/hub.md)"""
 
     config: Text | dict[str, Any] | None = None
-    """HF folder, or inline mapping with `model_type`, for random initialization from `train.seed`"""
+    """HF folder or `ORG/NAME` on the hub, or inline mapping with `model_type`, for random initialization from
+    `train.seed`"""
 
     init_from: Text | None = None
     """checkpoint or run folder with the initial weights of a new run, which starts at step 0 with a new optimizer; a
@@ -178,7 +180,7 @@ class ModelSection(ConfigSection):
     over full names (`model.layers.[0-3].*`)"""
 
     tokenizer: Object = None
-    """folder of the HF tokenizer; default: the model folder"""
+    """folder of the HF tokenizer, or `ORG/NAME` on the hub; default: that of the model"""
 
     resize_vocabulary: bool | None = None
     """whether to add rows for new tokens, initialized from `train.seed`, to embedding and head

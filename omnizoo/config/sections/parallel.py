@@ -59,6 +59,9 @@ class ParallelSection(ConfigSection):
     """whether to reduce-scatter gradients after every micro-batch, which saves memory and costs communication; default:
     true on accelerators, false on CPUs"""
 
+    join_timeout: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    """seconds that a rank waits at the start for the other ranks; after 10 seconds, it prints which ones are missing"""
+
     @model_validator(mode="after")
     def _check_dp_shard(self) -> "ParallelSection":
         if self.dp_shard == 0 or self.dp_shard < -1:

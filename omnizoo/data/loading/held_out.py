@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.config.sections.data import SourceSettings
-from omnizoo.data.loading.lanes import Lane
+from omnizoo.config.sections.data import SourceSettings, with_weights
+from omnizoo.data.loading.lanes import Lane, shares_of
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 def held_out_config(config: Config) -> Config:
     """Return the config for reading `data.eval_sources` in file order, in one lane."""
-    return config.changed(data={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
+    sources = with_weights(config.data.eval_sources)  # by default, equal parts of `evaluation.packs`
+    return config.changed(data={"sources": sources, "eval_sources": sources, "lanes": 1, "shuffle": False})
 
 
 def held_out_parts(reader: Reader) -> dict[str, Reader]:
@@ -35,10 +36,10 @@ def held_out_parts(reader: Reader) -> dict[str, Reader]:
     specs = reader.config.data.sources
     if len(specs) == 1 or config.mismatched_answers:
         return {"": reader}
-    total_weight = sum(spec.weight for spec in specs)
+    shares = shares_of(reader, by_rows=False)
     parts = {}
     for number, (name, spec) in enumerate(zip(short_names(specs), specs, strict=True)):
-        packs = max(1, round(config.evaluation.packs * spec.weight / total_weight))
+        packs = max(1, round(config.evaluation.packs * shares[number]))
         part_config = config.changed(data={"sources": [spec]}, evaluation={"packs": packs})
         renderer = copy(reader.renderer)
         renderer.schemas = [reader.renderer.schema(number)]

@@ -12,7 +12,8 @@ import numpy as np
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.loading.lanes import Counters, Lane
+from omnizoo.data.loading.bad_rows import BadRowGroup, BadRowRecord, InspectedLane, group_bad_rows
+from omnizoo.data.loading.lanes import Counters
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.row import stop_message
@@ -24,12 +25,12 @@ LOOK = 512  # number of samples to inspect; fewer if there are fewer rows
 BINS = 12  # number of bins in the histogram of lengths
 
 
-class TooManyBadError(UserError):
-    """Raised if many rows are bad, and few or none are usable."""
+class NoUsableRowsError(UserError):
+    """Raised if no row of any source is usable."""
 
-    def __init__(self, message: str, bad_rows: list[str]) -> None:
+    def __init__(self, message: str, bad_groups: list[BadRowGroup]) -> None:
         super().__init__(message)
-        self.bad_rows = bad_rows
+        self.bad_groups = bad_groups
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ class SourceMix:
 
     path: str
     rows: int  # all rows of the source
+    rows_read: int  # number of different rows that were read: packed, in the packing window, or bad
+    bad_rows: int
+    reason_without_rows: str  # why the source has no usable rows; empty if it has some
     samples: int  # number of inspected samples
     tokens: int
     formats: dict[str, int]  # number of samples by the format of their row
@@ -99,11 +103,12 @@ class Inspection:
     fill: float  # mean number of tokens per pack / `data.pack_tokens`, as reported in training
     packs: int
     sources: list[SourceMix]
+    mixed_by: str  # "size" or "weight"
     ports: list[PortMix]
     shown: list[InspectedSample]  # samples to show, whose media could be decoded
     longest: InspectedSample
-    rows: int  # number of rows read: packed, in the packing window, or skipped
     bad_rows: list[str]  # distinct messages, with reasons
+    bad_groups: list[BadRowGroup]
     counters: Counters
     most_positions: int | None  # maximum number of positions of the model; None if unknown
 
@@ -111,6 +116,11 @@ class Inspection:
     def lengths(self) -> list[int]:
         """Length of each inspected sample in tokens."""
         return [inspected.tokens for inspected in self.samples]
+
+    @property
+    def rows(self) -> int:
+        """Number of different rows of the inspected samples."""
+        return len({(inspected.sample.id.source, inspected.sample.id.row) for inspected in self.samples})
 
     @property
     def text_only(self) -> int:
@@ -126,52 +136,59 @@ def one_lane(config: Config) -> Config:
 def inspect_data(reader: Reader, show: int) -> Inspection:
     """Inspect the first few hundred samples that a lane packs.
 
-    Bad rows are collected even if training would stop at the first one.
+    Bad rows are collected even if training would stop at the first one. A source without usable rows is left out.
 
     Args:
         reader: The data of a run.
         show: Number of samples to select and decode.
 
     Raises:
-        TooManyBadError: If many rows are bad, and few or none are usable.
+        NoUsableRowsError: If no row of any source is usable.
     """
     data = reader.config.data
-    lane = Lane(reader, 0, patience=LOOK)
-    num_wanted = min(LOOK, sum(map(len, reader.sources)))
-    packs: list[list[Sample]] = []
+    lane = InspectedLane(reader, 0, by_rows=reader.config.train.epochs is not None)
+    num_packs = 0
     samples: list[InspectedSample] = []
-    while len(samples) < num_wanted:
-        try:
-            pack = lane.next_pack()
-        except UserError as error:
-            bad_rows = distinct(lane.take_bad_rows())
-            would_stop = bool(bad_rows) and data.on_bad_row == "error"
-            message = stop_message(bad_rows[0]) if would_stop else str(error)
-            raise TooManyBadError(message, bad_rows) from None
-        assert pack is not None, "a lane without `epochs` never ends"
-        packs.append(pack)
+    # If rows of no source are read any more, the lane still packs the rows in its window.
+    while len(samples) < min(LOOK, lane.num_usable_rows or LOOK) and (pack := lane.next_pack()) is not None:
+        num_packs += 1
         for sample in pack:
             location = reader.sources[sample.id.source].where(sample.id.row)
             samples.append(InspectedSample(sample, visible(location)))
+    if not samples:
+        raise _no_usable_rows(reader, lane)
 
-    bad_rows = lane.take_bad_rows()
-    shown = decodable(varied(samples), reader, show, bad_rows)
+    shown = decodable(varied(samples), reader, show, lane.records)
     return Inspection(
         samples=samples,
-        fill=sum(inspected.tokens for inspected in samples) / (len(packs) * data.pack_tokens),
-        packs=len(packs),
-        sources=source_mix(samples, reader),
+        fill=sum(inspected.tokens for inspected in samples) / (num_packs * data.pack_tokens),
+        packs=num_packs,
+        sources=source_mix(samples, reader, lane),
+        mixed_by="size" if lane.by_rows or data.weights is None else "weight",
         ports=port_mix(samples),
         shown=shown,
         longest=max(samples, key=lambda inspected: inspected.tokens),
-        rows=sum(cursor.rows_read for cursor in lane.cursors),
-        bad_rows=distinct(bad_rows),
+        bad_rows=distinct(record.message for record in lane.records),
+        bad_groups=group_bad_rows(lane.records),
         counters=lane.counters,
         most_positions=reader.most_positions,
     )
 
 
-def distinct(bad_rows: Sequence[str]) -> list[str]:
+def _no_usable_rows(reader: Reader, lane: InspectedLane) -> NoUsableRowsError:
+    """Return the error for data without usable rows."""
+    groups = group_bad_rows(lane.records)
+    if groups and reader.config.data.on_bad_row == "error":
+        return NoUsableRowsError(stop_message(visible(lane.records[0].message)), groups)
+    names = ", ".join(spec.name for spec in reader.config.data.sources)
+    num_rows = sum(map(len, lane.rows_read))
+    reason = visible(next(iter(lane.given_up.values())))
+    return NoUsableRowsError(
+        f"data.sources: none of the {num_rows:,} rows read from {names} is usable; the last one ({reason})", groups
+    )
+
+
+def distinct(bad_rows: Iterable[str]) -> list[str]:
     """Return the distinct messages in order, as printable text."""
     return list(dict.fromkeys(map(visible, bad_rows)))
 
@@ -196,9 +213,9 @@ def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
 
 
 def decodable(
-    samples: Iterable[InspectedSample], reader: Reader, count: int, bad_rows: list[str]
+    samples: Iterable[InspectedSample], reader: Reader, count: int, records: list[BadRowRecord]
 ) -> list[InspectedSample]:
-    """Return the first `count` samples whose media can be decoded. Append errors about the others to `bad_rows`."""
+    """Return the first `count` samples whose media can be decoded. Append records of the other rows to `records`."""
     decoded: list[InspectedSample] = []
     rows: set[tuple[int, int]] = set()
     for inspected in samples:
@@ -211,11 +228,12 @@ def decodable(
         _, undecodable = prepare_pack(0, [inspected.sample], reader)
         if not undecodable:
             decoded.append(inspected)
-        bad_rows += undecodable
+        where = reader.sources[row[0]].where(row[1])
+        records += [BadRowRecord(*row, where, message.removeprefix(f"{where}: ")) for message in undecodable]
     return decoded
 
 
-def source_mix(samples: Sequence[InspectedSample], reader: Reader) -> list[SourceMix]:
+def source_mix(samples: Sequence[InspectedSample], reader: Reader, lane: InspectedLane) -> list[SourceMix]:
     """Return the statistics of each source."""
     mix = []
     for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
@@ -225,6 +243,9 @@ def source_mix(samples: Sequence[InspectedSample], reader: Reader) -> list[Sourc
             SourceMix(
                 path=visible(spec.name),
                 rows=len(source),
+                rows_read=len(lane.rows_read[i]),
+                bad_rows=len({record.row for record in lane.records if record.source == i}),
+                reason_without_rows=visible(lane.reason_without_rows(i)),
                 samples=len(source_samples),
                 tokens=sum(inspected.tokens for inspected in source_samples),
                 formats=dict(formats.most_common()),

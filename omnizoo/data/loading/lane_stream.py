@@ -19,6 +19,10 @@ from omnizoo.data.packing.pack import Pack
 from omnizoo.data.row import stop_message
 
 
+class LoadingStopped(Exception):  # noqa: N818 (no error: the run ends after the step before)
+    """Raised on all ranks if one of them has stopped to load a step, because a signal asked the run to stop."""
+
+
 @dataclass(frozen=True)
 class LoadedStep:
     """The packs that a loader worker, or a rank, has loaded for a step."""
@@ -28,11 +32,17 @@ class LoadedStep:
     undecodable: list[str] = field(default_factory=list)  # set by workers: messages about rows with bad media
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # set by workers: states of the lanes that advanced
     counters: dict[str, int] = field(default_factory=dict)  # set by ranks: `Loader.counters` after this step
+    is_stopped: bool = False  # set by ranks: a signal asked to stop while the step was loading; `packs` is empty
     error: str | None = None  # text of a UserError; DataLoader would wrap the raised error in a traceback
 
     def status(self) -> dict[str, Any]:
         """Return the status that is sent to all ranks together with the pack metadata."""
-        return {"error": self.error, "counters": self.counters, "bad_rows": self.bad_rows}
+        return {
+            "error": self.error,
+            "is_stopped": self.is_stopped,
+            "counters": self.counters,
+            "bad_rows": self.bad_rows,
+        }
 
 
 def failed_steps(error: str) -> Iterator[LoadedStep]:

@@ -5,6 +5,7 @@ the ids of the samples in its packing window. The order of rows can be computed 
 resuming does not replay data.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.loading.row_order import EpochOrder, other_rows, random_bits
-from omnizoo.data.packing.overlong import SampleSplit, fit_to_pack
+from omnizoo.data.packing.overlong import SampleSplit, fit_all_to_packs
 from omnizoo.data.packing.packer import Packer
 from omnizoo.data.row import BadRow, Row, stop_message
 from omnizoo.data.sample import Sample, SampleId
@@ -41,6 +42,19 @@ class Counters:
     beyond_positions: int = 0  # samples longer than the model's maximum number of positions
 
 
+def shares_of(reader: Reader, by_rows: bool) -> list[float]:
+    """Return the share of each source in the rows that are read, from weights or from the numbers of rows.
+
+    Args:
+        reader: The data of a run.
+        by_rows: Whether to use the numbers of rows even if the sources have weights.
+    """
+    weights: Sequence[float] | None = None if by_rows else reader.config.data.weights
+    if weights is None:
+        weights = [len(source) for source in reader.sources]
+    return [weight / sum(weights) for weight in weights]
+
+
 @dataclass
 class Lane:
     """A stream of packs. `next_pack` returns the samples of the next pack.
@@ -51,8 +65,7 @@ class Lane:
     reader: Reader
     lane: int
     epochs: float | None = None
-    patience: int = 0  # number of bad rows to collect before `data.on_bad_row: error` raises
-    by_rows: bool = False  # mix sources by their numbers of rows instead of their weights
+    by_rows: bool = False  # mix sources by their numbers of rows even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
 
@@ -60,10 +73,7 @@ class Lane:
         self.data = self.reader.config.data
         self.sources = self.reader.sources
         self.seed = self.reader.config.train.seed
-        weights = [spec.weight for spec in self.data.sources]
-        if self.by_rows:
-            weights = [len(source) for source in self.sources]
-        self.weights = [weight / sum(weights) for weight in weights]
+        self.shares = shares_of(self.reader, self.by_rows)
         # Lanes start at different positions of the mix. Otherwise, all lanes would begin with the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
         # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of every
@@ -104,7 +114,6 @@ class Lane:
         if i is None:
             return False
         cursor = self.cursors[i]
-        source = self.sources[i]
         epoch = cursor.epoch
         row = self.orders[i][cursor.position]
         self._advance(i)
@@ -114,13 +123,19 @@ class Lane:
             self.packer.add(sample)
 
         cursor.rows_without_sample = 0 if split.samples else cursor.rows_without_sample + 1
-        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
-        if cursor.rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
-            raise UserError(
-                f"{self.data.sources[i].name}: none of the last {cursor.rows_without_sample} rows was usable; "
-                f"the last one ({source.where(row)}): {split.reason}"
-            )
+        self._check_usable(i, row, split.reason)
         return True
+
+    def _check_usable(self, i: int, row: int, reason: str) -> None:
+        """Raise `UserError` if source `i` has no usable rows. `reason` is that of the last row."""
+        source = self.sources[i]
+        rows_without_sample = self.cursors[i].rows_without_sample
+        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
+        if rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
+            raise UserError(
+                f"{self.data.sources[i].name}: none of the last {rows_without_sample} rows was usable; "
+                f"the last one ({source.where(row)}): {reason}"
+            )
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
         """Return the samples of a row. A bad row has no samples, or raises an error with `data.on_bad_row: error`."""
@@ -129,7 +144,7 @@ class Lane:
         except BadRow as bad:
             where = self.sources[i].where(row)
             message = f"{where}: {bad}"
-            if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
+            if self.data.on_bad_row == "error":
                 raise UserError(stop_message(message)) from None
             self.counters.skipped_rows += 1
             self.bad_rows.append(message)
@@ -139,8 +154,8 @@ class Lane:
         """Update the counters with the samples of a row."""
         counters = self.counters
         max_positions = self.reader.most_positions
-        if split.counter:
-            setattr(counters, split.counter, getattr(counters, split.counter) + 1)
+        for name in split.counters:
+            setattr(counters, name, getattr(counters, name) + 1)
         counters.few_targets += split.few_targets
         if max_positions is not None:
             counters.beyond_positions += sum(sample.num_positions > max_positions for sample in split.samples)
@@ -154,7 +169,7 @@ class Lane:
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
 
         def rows_behind(i: int) -> float:
-            return self.weights[i] * rows + self.jitter[i] - self.cursors[i].rows_read
+            return self.shares[i] * rows + self.jitter[i] - self.cursors[i].rows_read
 
         return max(open_sources, key=rows_behind, default=None)
 
@@ -183,8 +198,8 @@ class Lane:
 
         def render(other: Row | None = None, other_number: int = row) -> SampleSplit:
             find_other = partial(source.find, other_number)
-            rendered = self.reader.renderer.render(fields, (i, epoch, row), find, other, find_other)
-            return fit_to_pack(i, epoch, row, rendered, self.data)
+            samples = self.reader.renderer.render_samples(fields, (i, epoch, row), find, other, find_other)
+            return fit_all_to_packs(i, epoch, row, samples, self.data)
 
         if not self.reader.config.mismatched_answers:
             return render()

@@ -6,6 +6,7 @@ redistributed to the ranks that train on them. After a step, every lane is exact
 rank that runs it. A state that was saved on one layout can therefore be loaded on any other.
 """
 
+import errno
 import functools
 import logging
 import os
@@ -17,17 +18,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.errors import UserError, first_line, named_line
 from omnizoo.config.plugins import CODE_ERRORS
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.lane_stream import LaneAssignment, LaneSteps, LoadedStep, failed_steps
 from omnizoo.data.loading.lanes import Counters
 from omnizoo.data.loading.reader import Reader, build_reader
-from omnizoo.data.loading.resume_check import check_fingerprint, fingerprint
+from omnizoo.data.loading.resume_check import check_fingerprint, fingerprint, with_saved_mix
 from omnizoo.data.loading.worker_pickling import NotPicklable, SharedPickle
 from omnizoo.data.loading.workers import Workers, start_server, worker_count, worker_setup
 
 log = logging.getLogger(__name__)
+WAIT_SECONDS = 1.0  # time between two checks whether to stop, while the workers load a step
+TIMED_OUT = "DataLoader timed out"  # beginning of the error that torch raises after this time
+MORE_SHARED_MEMORY = "Make /dev/shm writable and larger, or set data.workers to 0."
 ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
 
 
@@ -39,14 +43,29 @@ class PickledSteps(IterableDataset[LoadedStep]):
 
     def __iter__(self) -> Iterator[LoadedStep]:
         try:
-            steps: LaneSteps = self.steps.open()
+            lane_steps: LaneSteps = self.steps.open()
         except (UserError, *CODE_ERRORS) as error:
             reason = named_line(error)
             return failed_steps(
                 f"data.workers: a worker failed to unpickle the data sources or plugins: {reason}. Set it to 0 to load "
                 "data in the training process."
             )
-        return iter(steps)
+        return map(share_tensors, lane_steps)
+
+
+def share_tensors(step: LoadedStep) -> LoadedStep:
+    """Move the tensors of a step to shared memory, in a worker. If that fails, return a failed step.
+
+    Otherwise, a thread of multiprocessing would do this later, print its error and lose the step.
+    """
+    try:
+        for pack in step.packs:
+            for item in pack.items:
+                for tensor in (item.inputs or {}).values():
+                    tensor.share_memory_()
+    except RuntimeError as error:
+        return LoadedStep(packs=[], error=f"data.workers: {first_line(error)}. {MORE_SHARED_MEMORY}")
+    return step
 
 
 def identity(item: Any) -> Any:
@@ -72,17 +91,27 @@ class Loader:
             start_server()
         self.iterator: Iterator[LoadedStep] | None = None
         self.processes = Workers()
+        self.is_stopped = False
 
     def start(self) -> None:
         """Start the workers, so that they load data while the model is being set up."""
-        if self.iterator is None:
-            self.iterator = iter(self._steps())
+        if self.iterator is not None:
+            return
+        try:
+            if self.workers:
+                self.processes.check_resources(self.workers)
+        except OSError as error:
+            hint = "Raise ulimit -n." if error.errno == errno.EMFILE else MORE_SHARED_MEMORY
+            reason = f"workers cannot be started ({error.strerror}). {hint}"
+            log.warning("data.workers: using 0 instead of %d, because %s", self.workers, reason)
+            self.workers = 0
+        self.iterator = iter(self._steps())
 
     def next_step(self) -> LoadedStep:
         """Load the next step of this rank.
 
         Returns:
-            The packs that this rank has read, and its counters and bad rows.
+            The packs that this rank has read, and its counters and bad rows; a step without packs after `stop`.
 
         Raises:
             UserError: If the data cannot be read, or a row is bad and `data.on_bad_row` is `error`.
@@ -93,10 +122,9 @@ class Loader:
         # DataLoader reads from its workers in turn, so one item from each of them makes a complete step.
         parts: list[LoadedStep] = []
         for _ in range(max(1, self.workers)):
-            try:
-                part = next(self.iterator)
-            except RuntimeError as error:  # raised by torch when a loader worker has died
-                raise self.processes.death() or error from error
+            part = self._next_part(self.iterator)
+            if part is None:
+                return LoadedStep(packs=[], counters=self.counters(), is_stopped=True)
             if part.error is not None:
                 self.close()
                 raise UserError(part.error)
@@ -111,6 +139,21 @@ class Loader:
         if self.assignment.counts:
             bad_rows = [message for part in parts for message in part.bad_rows]
         return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
+
+    def stop(self) -> None:
+        """Stop waiting for workers, which may be stuck. May be called while another thread is in `next_step`."""
+        self.is_stopped = True
+
+    def _next_part(self, iterator: Iterator[LoadedStep]) -> LoadedStep | None:
+        """Return what the next worker has loaded for the current step; None after `stop`."""
+        while not self.is_stopped:
+            try:
+                return next(iterator)
+            except RuntimeError as error:  # raised by torch after a timeout, and when a loader worker has died
+                death = self.processes.death()
+                if death is not None or not str(error).startswith(TIMED_OUT):
+                    raise death or error from error
+        return None
 
     def _steps(self) -> Iterable[LoadedStep]:
         """Return the steps from the current one on, loaded by workers or in this process."""
@@ -132,6 +175,7 @@ class Loader:
             collate_fn=identity,
             num_workers=self.workers,
             prefetch_factor=self.config.data.prefetch,
+            timeout=WAIT_SECONDS,
             worker_init_fn=worker_setup(),
             multiprocessing_context=self.processes,
             generator=torch.Generator(),  # DataLoader draws a base seed; leave the default generator unchanged
@@ -180,6 +224,9 @@ class Loader:
         Raises:
             UserError: On rank 0, if the data has changed since the state was saved.
         """
+        reader = with_saved_mix(self.reader, state["fingerprint"])
+        if reader is not self.reader:
+            self._use_equal_shares(reader)
         if self.fingerprint:
             check_fingerprint(state["fingerprint"], self.fingerprint)
         states: dict[int, dict[str, Any]] = {}
@@ -198,9 +245,22 @@ class Loader:
         # The saved count is a sum over ranks, so only one rank continues it.
         self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
 
+    def _use_equal_shares(self, reader: Reader) -> None:
+        """Continue a run that started when sources without weights had equal shares."""
+        self.reader = reader
+        self.config = reader.config
+        vars(self).pop("fingerprint", None)  # the cached one contains the other mix
+        if self.assignment.rank == 0:
+            log.warning(
+                "data.sources: without weights, shares now follow the numbers of rows. This run keeps the equal shares "
+                "of its checkpoint."
+            )
+
     def close(self) -> None:
-        """Stop the workers. The loader can still be used: the next step starts new workers."""
+        """End the workers. The loader can still be used: the next step starts new workers."""
+        self.processes.end()
         self.iterator = None
+        self.is_stopped = False
 
 
 def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, world: int, **media: Any) -> Loader:

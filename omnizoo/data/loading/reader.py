@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.schema import Config
 from omnizoo.data.rendering.renderer import Renderer
-from omnizoo.data.row import BadRow
-from omnizoo.data.rows.schemas import SourceSchema
+from omnizoo.data.rendering.thinking import Thinking
+from omnizoo.data.row import BadRow, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.data.sources.open import open_source
 from omnizoo.modalities.base import Encoder, Modality, find_module
@@ -102,7 +102,10 @@ def build_reader(
             open_source(spec, data.media_outside, modalities, data.cache_dir, key)
             for spec, key in zip(data.sources, keys, strict=True)
         ]
-    schemas = [SourceSchema(key, spec.format, spec.json_columns) for spec, key in zip(data.sources, keys, strict=True)]
+    schemas = [
+        SourceSchema(key, spec.format, spec.json_columns, spec.untagged_media)
+        for spec, key in zip(data.sources, keys, strict=True)
+    ]
     renderer = Renderer(
         tokenizer,
         data.append_eos,
@@ -116,6 +119,7 @@ def build_reader(
         schemas=schemas,
         trains_decoders=config.learns_answers,
         turns=turns,
+        thinking=Thinking.of(data),
     )
     return Reader(
         config=config,

@@ -4,11 +4,12 @@ Checkpoints store everything that the order of samples depends on. The stored va
 """
 
 import logging
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.config.sections.data import SourceSettings
+from omnizoo.config.sections.data import SourceSettings, with_weights
 from omnizoo.data.loading.fingerprint import content_of, tokenizer_hashes
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.sources.base import RowSource
@@ -16,11 +17,13 @@ from omnizoo.models.read_config import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source that define how its rows are interpreted
+# Keys of a source that define how its rows are interpreted.
+FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 # Keys of the fingerprint. Checkpoints store them, so they must never change.
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
+MIX = "data.mix"  # "rows" if sources are mixed by size; otherwise absent, as before shares could follow sizes
 SHOWN_KEYS = {  # how messages name the stored keys that are not config keys
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
@@ -35,10 +38,19 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
+    # The default is not stored, so that runs from before these keys can be resumed. `data.chat_template` and
+    # `data.template_options` change the chat template, whose hash is part of the fingerprint of the tokenizer.
+    thinking = {
+        "data.thinking": config.data.thinking.replace("template", ""),
+        "data.thinking_tags": config.data.thinking_tags,
+    }
+    mix = {MIX: "rows"} if mixes_by_rows(config) else {}
     return {
         **values,
+        **mix,
         "data.overlong": overlong or "split",
         OVERLONG_CHATS: overlong or "truncate",
+        **{key: value for key, value in thinking.items() if value},
         "train.epochs": config.train.epochs,
         "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,
@@ -52,12 +64,35 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     }
 
 
+def mixes_by_rows(config: Config) -> bool:
+    """Whether the shares of sources follow their sizes because none has a weight.
+
+    Runs with `train.epochs` and runs with one source do not depend on shares.
+    """
+    return config.data.weights is None and config.train.epochs is None and len(config.data.sources) > 1
+
+
+def with_saved_mix(reader: Reader, saved: dict[str, Any]) -> Reader:
+    """Return the reader with the mix of the checkpoint.
+
+    Before shares followed sizes, sources without weights had equal shares. A run that started then keeps them.
+
+    Args:
+        reader: The current data.
+        saved: The fingerprint in the checkpoint.
+    """
+    if MIX in saved or not mixes_by_rows(reader.config):
+        return reader
+    sources = with_weights(reader.config.data.sources)
+    return replace(reader, config=reader.config.changed(data={"sources": sources}))
+
+
 def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, Any]:
     """Return the settings of a source that affect its samples, and the hashes of its content."""
     format_settings = {key: getattr(spec, key) for key in FORMAT_KEYS}
     return {
         "path": spec.name,
-        "weight": spec.weight,
+        "weight": spec.weight or 1.0,
         "split": spec.split,
         "media_dir": spec.media_dir,
         **{key: value for key, value in format_settings.items() if value},
@@ -99,7 +134,10 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if OVERLONG_CHATS not in saved:
         log.warning("chats longer than a pack were split before this checkpoint; now: %s", now[OVERLONG_CHATS])
         now = {key: value for key, value in now.items() if key != OVERLONG_CHATS}
-    for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer"}):
+    has_same_sources = len(saved["sources"]) == len(now["sources"])
+    if MIX in saved and MIX not in now and now["train.epochs"] is None and has_same_sources:
+        _raise_changed("data.sources: a weight is set, but the checkpoint mixed the sources by their numbers of rows")
+    for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer", MIX}):
         if (saved.get(key) or None) != (now.get(key) or None):
             _raise_changed_value(SHOWN_KEYS.get(key, key), saved.get(key), now.get(key))
     _check_tokenizer(saved["model.tokenizer"], now["model.tokenizer"])

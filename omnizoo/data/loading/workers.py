@@ -12,19 +12,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.parallel.parent_death import in_lasting_thread, set_server_imports
+
 MAX_WORKERS = 4  # maximum per rank if data.workers is not set
 CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
 IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
+FILES_PER_WORKER = 16  # open files of a rank for each worker: pipes, and tensors that are being received
+SECONDS_TO_END = 0.5  # time for workers to end, before they are killed
 QUIET = "ignore:resource_tracker"
 LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
 
@@ -48,8 +55,15 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It imports torch in the background (a few seconds)."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
+    """Start the server process that workers are forked from. It imports torch in the background (a few seconds).
+
+    The server and its workers are killed when this process ends.
+    """
+    set_server_imports(IMPORTED)
+    in_lasting_thread(_start_server)
+
+
+def _start_server() -> None:
     # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
     # signals. QUIET turns off its warnings about these resources.
     sys.warnoptions.append(QUIET)
@@ -72,6 +86,8 @@ class Workers(ForkServerContext):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[ForkServerProcess] = []
+        # Also runs when Python exits, before it waits for child processes: a stopped worker would never end.
+        self.end = weakref.finalize(self, end_processes, self.started, os.getpid())
 
     def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
         start_server()
@@ -79,10 +95,36 @@ class Workers(ForkServerContext):
         self.started.append(process)
         return process
 
+    def check_resources(self, num_workers: int) -> None:
+        """Raise `OSError` if the system has too few semaphores or open files for this number of workers.
+
+        Without the check, torch would fail halfway, and print errors of objects that are not complete.
+        """
+        queues = []
+        with ExitStack() as files:
+            for _ in range(num_workers + 2):  # torch has a queue per worker, one for results, and an event
+                queues.append(self.Queue())
+            for _ in range(FILES_PER_WORKER * num_workers):
+                files.enter_context(open(os.devnull, "rb"))
+
     def death(self) -> WorkerDeath | None:
         """Return an error for the first worker that ended with a nonzero exit code; None if there is none."""
         codes = [process.exitcode for process in self.started if process.exitcode]
         return WorkerDeath(exit_message(codes[0])) if codes else None
+
+
+def end_processes(processes: Sequence[ForkServerProcess], parent: int) -> None:
+    """End workers of this process: first with SIGTERM, then, if they are stopped or stuck, with SIGKILL."""
+    if os.getpid() != parent:
+        return  # in a fork of the process that started the workers
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    until = time.monotonic() + SECONDS_TO_END
+    while alive and wait([process.sentinel for process in alive], max(0.0, until - time.monotonic())):
+        alive = [process for process in alive if process.is_alive()]
+    for process in alive:
+        process.kill()
 
 
 class _Process(ForkServerProcess):

@@ -4,6 +4,7 @@ By default, plain text is split at any token. A chat, or any other row with a pr
 response would have no targets. Media items are never cut, and each of several responses keeps the complete prompt.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,46 +16,100 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow, Sample, SampleId, Segment, segment_slices
 from omnizoo.data.token_fields import cut_piece, select
 
+COUNTERS = {"split": "split_overlong", "truncate": "truncated_overlong"}  # by method; dropped rows are counted apart
+
 
 @dataclass(frozen=True)
 class SampleSplit:
     """The samples of a row, and how the row was fitted into packs."""
 
     samples: list[Sample]
-    counter: str = ""  # field of `Counters` to increment; empty if the row fits into a pack
+    counters: tuple[str, ...] = ()  # fields of `Counters` to increment; one for each document longer than a pack
     few_targets: int = 0  # number of samples dropped because of `data.min_targets`
     reason: str = ""  # why there are no samples
 
 
 def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: DataSection) -> SampleSplit:
-    """Return the samples of a row, each of at most `data.pack_tokens` tokens."""
+    """Return the samples of a row, each of at most `data.pack_tokens` tokens. Each document has its own samples."""
+    first = SampleId(source, epoch, row, part=0)
+    if not rendered.documents:
+        return _fit_document(first, rendered, data, data.min_targets)
+    splits = []
+    for document in _documents(rendered):
+        splits.append(_fit_document(first, document, data, max(1, data.min_targets)))
+        first = first._replace(part=first.part + math.ceil(len(document) / data.pack_tokens))
+    return SampleSplit(
+        samples=[sample for split in splits for sample in split.samples],
+        counters=tuple(counter for split in splits for counter in split.counters),
+        few_targets=sum(split.few_targets for split in splits),
+        reason=splits[-1].reason,
+    )
+
+
+def _documents(rendered: RenderedRow) -> Iterator[RenderedRow]:
+    """Yield the documents that another tool has packed into a row."""
+    for span in segment_slices(rendered.documents):
+        document = replace(rendered, columns=select(rendered.columns, span), documents=())
+        yield replace(document, is_prose=bool(document.is_target[1:].all()))
+
+
+def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min_targets: int) -> SampleSplit:
+    """Return the samples of a document, which is a row or a part of one.
+
+    Args:
+        first: The id of the first sample.
+        rendered: The document.
+        data: The settings of the data.
+        min_targets: Minimum number of targets of a sample.
+    """
     limit = data.pack_tokens
-    counter = ""
+    method = ""
     if len(rendered) > limit:
         default_method = "split" if rendered.is_prose else "truncate"
         method = data.overlong or default_method
         too_long = f"{len(rendered)} tokens are more than data.pack_tokens ({limit})"
         if method == "drop":
-            return SampleSplit([], "dropped_overlong", reason=too_long)
+            return SampleSplit([], ("dropped_overlong",), reason=too_long)
         if method == "truncate":
             truncated = truncate(rendered, limit)
             if truncated is None:
                 reason = f"{too_long}, and the first {limit} have no targets"
-                return SampleSplit([], "dropped_overlong", reason=reason)
+                return SampleSplit([], ("dropped_overlong",), reason=reason)
             rendered = truncated
-        counter = "split_overlong" if method == "split" else "truncated_overlong"
 
-    all_samples = list(split(source, epoch, row, rendered, limit))
+    all_samples = list(split(first.source, first.epoch, first.row, rendered, limit, first.part))
     # Every sample of a plain text has targets, from its second token on. A part of a chat may consist of prompt only.
-    is_split_chat = counter == "split_overlong" and not rendered.is_prose
-    min_targets = max(data.min_targets, int(is_split_chat))
+    is_split_chat = method == "split" and not rendered.is_prose
+    min_targets = max(min_targets, int(is_split_chat))
     samples = [sample for sample in all_samples if not min_targets or num_targets(sample) >= min_targets]
-    reason = "" if samples else f"fewer targets than data.min_targets ({data.min_targets})"
-    num_dropped = len(all_samples) - len(samples)
-    return SampleSplit(samples=samples, counter=counter, few_targets=num_dropped, reason=reason)
+    return SampleSplit(
+        samples=samples,
+        counters=(COUNTERS[method],) if method else (),
+        few_targets=len(all_samples) - len(samples),
+        reason="" if samples else f"fewer targets than data.min_targets ({data.min_targets})",
+    )
 
 
-def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int) -> Iterator[Sample]:
+def fit_all_to_packs(
+    source: int, epoch: int, row: int, samples: Sequence[RenderedRow], data: DataSection
+) -> SampleSplit:
+    """Return the samples of a row that was rendered as several samples, numbered in order. See `fit_to_pack`."""
+    splits = [fit_to_pack(source, epoch, row, rendered, data) for rendered in samples]
+    if len(splits) == 1:
+        return splits[0]
+    parts = [sample for split in splits for sample in split.samples]
+    numbered = [replace(sample, id=SampleId(source, epoch, row, part)) for part, sample in enumerate(parts)]
+    return SampleSplit(
+        samples=numbered,
+        counters=next((split.counters for split in splits if split.counters), ()),
+        few_targets=sum(split.few_targets for split in splits),
+        reason="" if numbered else splits[0].reason,
+    )
+
+
+def split(
+    source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int, first_part: int = 0
+) -> Iterator[Sample]:
     """Yield samples of at most `pack_tokens` tokens. Only rows without media and preferences are split.
 
     Raises:
@@ -62,7 +117,7 @@ def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens:
     """
     if len(rendered) > pack_tokens:
         _check_split(rendered, pack_tokens)
-    for part, start in enumerate(range(0, len(rendered), pack_tokens)):
+    for part, start in enumerate(range(0, len(rendered), pack_tokens), first_part):
         columns = cut_piece(rendered.columns, start, start + pack_tokens)
         id = SampleId(source, epoch, row, part)
         yield Sample(columns, rendered.items, rendered.responses, rendered.row_schema, id=id)

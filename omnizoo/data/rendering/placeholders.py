@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.rendering.chat_template import TAGS_HINT, Span
+from omnizoo.data.rendering.response_spans import TAGS_HINT
+from omnizoo.data.rendering.template_sandbox import Span
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.media import MOVED, RowMedia
 from omnizoo.modalities.base import Follower, find_module

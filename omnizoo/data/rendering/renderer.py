@@ -7,6 +7,7 @@ of a media item has one placeholder for each run of placeholder tokens, which is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from omnizoo.config.errors import UserError
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
+from omnizoo.data.rendering.marked_messages import THINK_TAG
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
+from omnizoo.data.rendering.response_spans import check_calls, target_spans
 from omnizoo.data.rendering.template_conventions import Conventions
-from omnizoo.data.row import CONVERSATION, BadRow, Row
+from omnizoo.data.rendering.template_sandbox import REASONING
+from omnizoo.data.rendering.thinking import Thinking, TurnChoice, keep_thoughts
+from omnizoo.data.rendering.token_rows import TokenRowRenderer
+from omnizoo.data.row import CONVERSATION, DEFAULT_SCHEMA, BadRow, Row, SourceSchema
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
 from omnizoo.data.rows.messages import Message, read_list, read_messages, read_weight
 from omnizoo.data.rows.preferences import ResponseRow, mismatched_rows, response_rows
-from omnizoo.data.rows.schemas import DEFAULT_SCHEMA, ParsedRow, SourceSchema, hint, parse_row, with_json
+from omnizoo.data.rows.schemas import ParsedRow, columns_fixes, parse_row, prompt_fixes, with_json
 from omnizoo.data.rows.speakers import write_turns
 from omnizoo.data.rows.unused_fields import PreferenceRows, RowFields
 from omnizoo.data.sample import RenderedRow
@@ -35,6 +41,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
 HERE = MediaFolder(Path(), None)
+DEFAULT_THINKING = Thinking()
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class Question:
 
     prompt: RenderedRow
     shown: str  # the prompt as readable text
-    expected: str | None  # text of the response; None if the row has none
+    expected: str | None  # the response as the chat template writes it, without special tokens; None if there is none
+    expected_items: tuple[MediaItem, ...] = ()  # media of the response that decoders generate
 
 
 class Renderer:
@@ -63,6 +71,7 @@ class Renderer:
         schemas: Sequence[SourceSchema] = (),
         trains_decoders: bool = True,
         turns: SpeakerFormat | None = None,
+        thinking: Thinking = DEFAULT_THINKING,
     ) -> None:
         """Build a renderer.
 
@@ -79,6 +88,7 @@ class Renderer:
             schemas: Format settings of each source.
             trains_decoders: Whether decoder losses train on the preferred responses of preference rows.
             turns: The format of turns for a model that has speakers and generates no text.
+            thinking: Treatment of the reasoning of assistant messages.
 
         Raises:
             UserError: If the tokenizer is slow, or lacks a special token of a modality.
@@ -103,6 +113,7 @@ class Renderer:
         self.seed = seed
         self.trains_decoders = trains_decoders
         self.turns = turns
+        self.thinking = thinking
         self.placeholders = self._check_marks()
         self.reserved = list(reserved)
         for modality in modalities.values():
@@ -130,15 +141,20 @@ class Renderer:
         self.last = {name: added[modality.last] for name, modality in modalities.items() if modality.last}
         return sorted({added[modality.placeholder] for modality in modalities.values() if modality.placeholder})
 
-    def render(
+    def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> RenderedRow:
+        """Render a row that gives one sample. See `render_samples`."""
+        (sample,) = self.render_samples(row, key, find)
+        return sample
+
+    def render_samples(
         self,
         row: Row,
         key: tuple[int, int, int] = (0, 0, 0),
         find: Find = HERE.find,
         other: Row | None = None,
         find_other: Find = HERE.find,
-    ) -> RenderedRow:
-        """Render a row for training.
+    ) -> list[RenderedRow]:
+        """Render a row for training. A conversation gives several samples if turns must be the last one of a sample.
 
         Args:
             row: The row.
@@ -152,10 +168,16 @@ class Renderer:
         """
         schema = self.schema(key[0])
         present = self.fields.present(row)
-        if not self.fields.has_preference(present):
+        if not self.fields.has_preference(present, prompt_fixes(present, schema)):
             parsed = self._conversation(row, present, schema)
-            rendered_row = self._render_response(ResponseRow("", parsed.row, parsed.prompt), key, find, find)
-            return replace(rendered_row, row_schema=parsed.format)
+            if "input_ids" in parsed.row:
+                return [replace(self.token_rows.render(parsed.row), row_schema=parsed.format)]
+            response = ResponseRow("", parsed.row, parsed.prompt)
+            samples = []
+            for choice in self._choices(parsed.row):
+                rendered_row = self._render_response(response, key, find, find, choice)
+                samples.append(replace(rendered_row, row_schema=parsed.format))
+            return samples
 
         present = with_json(present, schema, self.fields.modalities)
         rows = response_rows(present, self.fields.labeled_responses)
@@ -168,7 +190,18 @@ class Renderer:
         rendered = []
         for response, find_response in responses:
             rendered.append((response.role, self._render_response(response, key, find, find_response)))
-        return join_responses(rendered, self.trains_decoders)
+        return [join_responses(rendered, self.trains_decoders)]
+
+    def _choices(self, row: Row) -> list[TurnChoice | None]:
+        """Return the samples of a row: the messages that each contains and trains on; None for the whole row."""
+        field = next(name for name in CONVERSATION if name in row)
+        if field == "text" or self.turns is not None or not _may_contain_reasoning(row[field]):
+            return [None]
+        template, messages = self._read_chat(row, field)
+        for message in messages:
+            message["content"] = plain(message.get("content"))
+        choices = self.thinking.choose(template, messages)
+        return list(choices) if len(choices) > 1 or choices[0].stop < len(messages) else [None]
 
     def format_of(self, row: Row, source: int) -> tuple[str, str]:
         """Return the name of the format of a row and the reason for the match; two empty strings if no rule matches.
@@ -190,7 +223,7 @@ class Renderer:
         """Detect the format of a row without preferences, and convert the row. Raises `BadRow` if no format matches."""
         parsed = self.parse_conversation(row, present, schema)
         if parsed is None:
-            self.fields.check_conversation(present, row, hint(present, schema))
+            self.fields.check_conversation(present, row, columns_fixes(row, present, schema, self.fields.modalities))
         assert parsed is not None, "without a conversation, a row is bad"
         self.fields.check_conversation(parsed.row, row)
         return parsed
@@ -213,7 +246,12 @@ class Renderer:
         return parsed
 
     def _render_response(
-        self, response: ResponseRow, key: tuple[int, int, int], find: Find, find_response: Find
+        self,
+        response: ResponseRow,
+        key: tuple[int, int, int],
+        find: Find,
+        find_response: Find,
+        choice: TurnChoice | None = None,
     ) -> RenderedRow:
         """Render a row without preferences, or one response with its prompt.
 
@@ -222,12 +260,14 @@ class Renderer:
             key: Source, epoch and row number.
             find: Returns the media files that the prompt refers to.
             find_response: Returns the media files that the response refers to.
+            choice: The messages that the sample contains and trains on; None for the whole row.
         """
         row = response.row
         field = next(name for name in CONVERSATION if name in row)
         is_text = field == "text"
-        media = RowMedia(self.notation, row, find, (self.seed, *key), is_chat=not is_text)
-        tokens = self._tokenize(response, field, media, find_response)
+        schema = self.schema(key[0])
+        media = RowMedia(self.notation, row, find, (self.seed, *key), is_chat=not is_text, schema=schema)
+        tokens = self._tokenize(response, field, media, find_response, choice)
         ids, weights, items, item_spans = place(tokens, media, self.placeholders, self.last)
         items = locate_followed(ids, items, media)
 
@@ -249,7 +289,9 @@ class Renderer:
             num_prompt_items=len(items) if media.num_prompt_items is None else media.num_prompt_items,
         )
 
-    def _tokenize(self, response: ResponseRow, field: str, media: RowMedia, find_response: Find) -> TokenizedText:
+    def _tokenize(
+        self, response: ResponseRow, field: str, media: RowMedia, find_response: Find, choice: TurnChoice | None
+    ) -> TokenizedText:
         """Tokenize a row with a single response, whose text or messages are in `field`."""
         row = response.row
         if self.turns is not None:
@@ -259,7 +301,7 @@ class Renderer:
         elif field == "text":
             tokens = self._render_text(row, media, response.prompt)
         else:
-            tokens = self._render_chat(response, field, media, find_response)
+            tokens = self._render_chat(response, field, media, find_response, choice)
 
         if self.reserved:
             reserved_ids = np.intersect1d(tokens.ids, self.reserved)
@@ -314,8 +356,10 @@ class Renderer:
         if self.fields.has_preference(present):
             raise BadRow("a preference row has no single expected response, so it cannot be used as a prompt")
         parsed = self._conversation(row, present, schema)
+        if "input_ids" in parsed.row:
+            return Question(*self.token_rows.split(parsed.row))
         field = next(name for name in CONVERSATION if name in parsed.row)
-        media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0))
+        media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0), schema=schema)
         if self.turns is not None:
             text = write_turns(parsed.row, field, self.turns, media, self.special_tokens, is_prompt=True)
             return Question(self._prompt(text, media), transcript(parsed.row[field]), None)
@@ -326,6 +370,7 @@ class Renderer:
     def _chat_question(self, row: Row, field: str, media: RowMedia) -> Question:
         """Split a conversation into its prompt and the last messages of the assistant."""
         template, messages = self._read_chat(row, field)
+        media.place_untagged(messages)
         num_prompt = len(messages)
         while num_prompt and messages[num_prompt - 1]["role"] == "assistant":
             num_prompt -= 1
@@ -334,21 +379,47 @@ class Renderer:
         prompt = messages[:num_prompt]
         response = messages[num_prompt:]
         shown = transcript(prompt)
-        expected = "\n".join(plain(message.get("content")) for message in response) if response else None
-
-        for message in messages:
-            message.pop("loss")
+        num_items = 0  # number of items in the prompt
         for number, message in enumerate(messages):
-            if number == num_prompt:
-                prompt_items = list(media.items)
-                prompt_texts = list(media.texts)
+            is_response = number >= num_prompt
+            message.pop("loss")
             media.begin(message["role"])
-            message["content"] = media.write(message.get("content"), False, f"`content` of message {number}")
+            message["content"] = media.write(message.get("content"), is_response, f"`content` of message {number}")
+            if not is_response:
+                num_items = len(media.items)
         media.check_counts()  # for the whole row, because columns also contain the items of the response
-        if response:
-            media.items = prompt_items
-            media.texts = prompt_texts
-        return Question(self._chat_prompt(template, prompt, media), shown, expected)
+        expected = self._expected_text(template, messages, num_prompt, media, num_items) if response else None
+        expected_items = tuple(item for item in media.items[num_items:] if item.port.role == "decoder")
+        media.items = media.items[:num_items]
+        media.texts = media.texts[:num_items]
+        return Question(self._chat_prompt(template, prompt, media), shown, expected, expected_items)
+
+    def _expected_text(
+        self, template: ChatTemplate, messages: list[Message], num_prompt: int, media: RowMedia, num_items: int
+    ) -> str:
+        """Return the last messages as the model generates them, without special tokens. Media are `[modality]`.
+
+        Args:
+            template: The chat template.
+            messages: The messages, with their contents as text.
+            num_prompt: Number of messages before the response.
+            media: The media items of all messages.
+            num_items: Number of items before the response.
+        """
+        weights = [float(number >= num_prompt) for number in range(len(messages))]
+        text, targets = target_spans(template, messages, weights)
+        response = "\n".join(text[slice(*span)] for span, _ in targets)
+        expected = ""
+        for item, item_text in zip(media.items[num_items:], media.texts[num_items:], strict=True):
+            if item.answer is None:
+                before, _, response = response.partition(item_text.strip())
+                expected += self._without_special_tokens(before) + f"[{item.port.modality}]"
+        return expected + self._without_special_tokens(response)
+
+    def _without_special_tokens(self, text: str) -> str:
+        """Return a text as it is decoded from generated tokens."""
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
         """Split a plain text after its prompt, or in the middle if it has no prompt."""
@@ -386,6 +457,14 @@ class Renderer:
             raise BadRow(str(bad)) from None
         assert positions.shape[1:] == ids.shape, "one column of positions for every token"
         return positions
+
+    @cached_property
+    def token_rows(self) -> TokenRowRenderer:
+        """Renderer of pre-tokenized rows."""
+        if self.turns is not None:
+            raise BadRow("pre-tokenized rows are texts, but this model does not generate text")
+        positions = partial(self._positions, items=())
+        return TokenRowRenderer(self.tokenizer, [*self.placeholders, *self.reserved], positions)
 
     def end_of_turn(self) -> list[int]:
         """Return a list with the id of the token that ends a response, or an empty list if there is none.
@@ -433,10 +512,17 @@ class Renderer:
         tools = read_list(row["tools"], "`tools`") if "tools" in row else None
         template = self._template(tools or None)
         conventions = self._conventions(template)
-        return template, read_messages(row[field], field, row.get("system"), conventions, self.fields)
+        messages = read_messages(row[field], field, row.get("system"), conventions, self.fields)
+        self.thinking.prepare(messages)
+        return template, messages
 
     def _write(
-        self, messages: list[Message], media: RowMedia, find_response: Find = HERE.find, num_response: int = 0
+        self,
+        messages: list[Message],
+        media: RowMedia,
+        find_response: Find = HERE.find,
+        num_response: int = 0,
+        stop: int | None = None,
     ) -> list[float]:
         """Convert the contents of messages to text, in place.
 
@@ -445,18 +531,26 @@ class Renderer:
             media: Collects the media items.
             find_response: Returns the media files that the response of a preference row refers to.
             num_response: Number of last messages that form the response of a preference row; 0 for other rows.
+            stop: Number of first messages whose media items are collected; None for all.
 
         Returns:
             The loss weight of each message; 0 if it is not trained on.
         """
         weights = [message.pop("loss") for message in messages]
+        media.place_untagged(messages)
         num_prompt = len(messages) - num_response
+        num_kept: int | None = None
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True)):
             if number == num_prompt:
                 media.begin_response(find_response)
+            if number == stop:
+                num_kept = len(media.items)
             media.begin(message["role"])
             message["content"] = media.write(message.get("content"), weight > 0, f"`content` of message {number}")
-        media.check_counts()
+        media.check_counts()  # for the whole row, because columns also contain the items of later messages
+        if num_kept is not None:
+            media.items = media.items[:num_kept]
+            media.texts = media.texts[:num_kept]
         return weights
 
     def _render_text(self, row: Row, media: RowMedia, prompt: str) -> TokenizedText:
@@ -491,13 +585,24 @@ class Renderer:
                 weights = np.append(weights, np.float32(1))
         return TokenizedText(text=text, ids=np.array(ids, np.int32), offsets=offsets, weights=weights)
 
-    def _render_chat(self, response: ResponseRow, field: str, media: RowMedia, find_response: Find) -> TokenizedText:
+    def _render_chat(
+        self, response: ResponseRow, field: str, media: RowMedia, find_response: Find, choice: TurnChoice | None
+    ) -> TokenizedText:
         """Tokenize the messages of a row, and check that the chat template drops none of their content."""
         template, messages = self._read_chat(response.row, field)
         conventions = self._conventions(template)
-        message_weights = self._write(messages, media, find_response, response.messages)
+        if choice is not None:
+            for number, message in enumerate(messages):
+                message["loss"] *= number in choice.trained
+        stop = len(messages) if choice is None else choice.stop
+        message_weights = self._write(messages, media, find_response, response.messages, stop)[:stop]
+        messages = messages[:stop]
+        conventions.check_tools(template.tools)
         conventions.check_fields(messages, template.tools, self.fields)
-        text, targets = template.target_spans(messages, message_weights)
+        check_calls(template, messages)
+        text, targets = target_spans(template, messages, message_weights)
+        if self.thinking.mode == "keep":
+            text, targets = keep_thoughts(template, messages, text, targets)
         conventions.check(messages, template.tools, text)
 
         text, marks = media.widen(text, [mark for span, _ in targets for mark in span])
@@ -516,6 +621,18 @@ class Renderer:
         ids = np.array(encoding.ids, np.int32)
         weights = np.isin(ids, self.placeholders).astype(np.float32)
         return TokenizedText(text=text, ids=ids, offsets=encoding.offsets, weights=weights)
+
+
+def _may_contain_reasoning(messages: Any) -> bool:
+    """Whether a message may contain reasoning. A quick check of messages in any convention."""
+    if not isinstance(messages, list):
+        return False
+    for message in messages:
+        if isinstance(message, dict):
+            values = [value for name, value in message.items() if value is not None and name not in ("role", "from")]
+            if any(message.get(name) for name in REASONING) or THINK_TAG.search(str(values)):
+                return True
+    return False
 
 
 def transcript(messages: Sequence[Message]) -> str:

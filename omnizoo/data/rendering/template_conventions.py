@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from omnizoo.data.rendering.chat_template import ChatTemplate, unused_mark
+from omnizoo.data.rendering.chat_template import ChatTemplate
+from omnizoo.data.rendering.marked_messages import unused_mark
 from omnizoo.data.rendering.template_analysis import read_template
+from omnizoo.data.rendering.template_sandbox import REASONING
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import PLAIN, ROLES, SPEAKERS, Message, check_names
 from omnizoo.data.rows.unused_fields import MESSAGE_METADATA_FIELDS, RowFields
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
+NO_REASONING = (
+    "the chat template does not read it. Set data.thinking_tags to write it into the content, or data.thinking: drop."
+)
 TAIL = 64  # characters; a template may remove the beginning of a response (its thinking), but not its end
 
 
@@ -49,7 +53,9 @@ class Conventions:
     @cached_property
     def takes_objects(self) -> bool:
         """Whether the template expects the arguments of tool calls as objects, not as JSON text (OpenAI API)."""
-        return '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
+        text = self._call({"a1x": "b"})
+        is_shown = "a1x" in text and "{'a1x'" not in text  # not as a Python object
+        return is_shown or "a1x" not in self._call('{"a1x": "b"}')
 
     def _call(self, arguments: Any) -> str:
         """Render a tool call with the given arguments. Return "" if the template raises an error."""
@@ -81,6 +87,11 @@ class Conventions:
             self._renders_role[role] = "mark0x" in self._try(conversation)
         return self._renders_role[role]
 
+    def check_tools(self, tools: list[Any] | None) -> None:
+        """Raise `BadRow` if the row has tools and the template does not read them."""
+        if tools and "tools" not in self.facts.variables:
+            raise BadRow("the chat template drops `tools`. Use one with tools, or add `tools` to data.ignore.")
+
     def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
         """Check that the rendered text contains all messages, tools and tool calls.
 
@@ -93,8 +104,6 @@ class Conventions:
             BadRow: If the template drops a message, a tool or a tool call.
         """
         if tools:
-            if "tools" not in self.facts.variables:
-                raise BadRow("the chat template drops `tools`. Use one with tools, or add `tools` to data.ignore.")
             check_names(tools, text, "`tools`")
         stop = 0
         not_found = []
@@ -131,6 +140,8 @@ class Conventions:
                 if fields.is_ignored(name) or self._reads(name, number, messages, tools):
                     continue
                 location = f"message {number} ({message['role']})"
+                if name in REASONING and message["role"] == "assistant":
+                    raise BadRow(f"`{name}` of {location} is not used: {NO_REASONING}")
                 raise BadRow(fields.unused_message([name], location, "the chat template does not read it"))
 
     def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:

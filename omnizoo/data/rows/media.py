@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import unquote, unquote_to_bytes
 
-from omnizoo.data.row import BadRow, Row
+from omnizoo.data.row import DEFAULT_SCHEMA, BadRow, Fix, Row, SourceSchema
 from omnizoo.data.rows.unused_fields import RowFields
 from omnizoo.data.sources.remote import is_address
 from omnizoo.modalities.base import Decoder, Encoder, Follower, LikelihoodDecoder, Modality
 from omnizoo.modalities.item import MediaItem, MediaSize, NestedRun, Port
-from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media
+from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media, MissingMedia
 
 Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by its name in a row
 
 CONTENT_KEYS = ("bytes", "data", "base64")  # keys of an object that contains an item
 LOCATION_KEYS = ("url", "path")  # keys of an object that locates an item
 FORMAT_KEYS = ("format", "mime_type")  # keys that are not read, because the format is detected from the bytes
+AUTO = {"detail": "auto"}  # options of OpenAI's API whose default lets the model decide; other values are not used
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOVED = "the chat template drops or moves {name}. Use a chat template that keeps media in place."
 PATH_MAX = 4096  # characters; a longer string is not a path
@@ -72,15 +73,23 @@ class RowMedia:
         find: Returns the media files that the row refers to.
         key: Seed, source, epoch and row number, from which the random seeds of items are derived.
         is_chat: Whether items are written in the notation of the chat template (`Modality.in_chat`).
+        schema: Settings of the source.
     """
 
     def __init__(
-        self, notation: MediaNotation, row: Row, find: Find, key: tuple[int, ...], is_chat: bool = True
+        self,
+        notation: MediaNotation,
+        row: Row,
+        find: Find,
+        key: tuple[int, ...],
+        is_chat: bool = True,
+        schema: SourceSchema = DEFAULT_SCHEMA,
     ) -> None:
         self.notation = notation
         self.find = find
         self.key = key
         self.is_chat = is_chat
+        self.schema = schema
         columns = {name: read_column(row, name) for name in notation.modalities}
         self.columns = {name: column for name, column in columns.items() if column is not None}
         self.num_tags: Counter[str] = Counter()  # tags so far, by modality; may be more than the column has items
@@ -89,6 +98,46 @@ class RowMedia:
         self.num_prompt_items: int | None = None  # items before a preference row's response; None until it begins
         self.num_responses = 0  # number of assistant messages so far
         self.role: str | None = None  # role of the current message
+
+    def place_untagged(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Add tags for the items of each column for which no message has a tag, in place.
+
+        They are added to the beginning of the first user message if `untagged_media` of the source allows it.
+        """
+        prompts = [message for message in messages if message["role"] == "user"]
+        untagged = [name for name in self._untagged(messages) if self.notation.modalities[name].encoder is not None]
+        if not prompts or not untagged:
+            return  # `check_counts` raises the error
+        if self.schema.untagged_media is None:
+            if self.notation.modalities[untagged[0]].decoder is None:
+                raise self._untagged_error(untagged[0])
+            return  # the items may belong to a response
+        for name in reversed(untagged):
+            content: Any = prompts[0].get("content") or ""
+            num_items = len(self.columns[name])
+            tags: Any = f"<{name}>" * num_items if isinstance(content, str) else [{"type": name}] * num_items
+            prompts[0]["content"] = tags + content
+
+    def _untagged(self, messages: Sequence[dict[str, Any]]) -> list[str]:
+        """Return the modalities with items in a column, but without a tag in the messages."""
+        tagged: set[str] = set()
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else [content]:
+                if isinstance(part, str):
+                    tagged |= set(self.notation.tag.findall(part))
+                elif isinstance(part, dict):
+                    tagged.add(self.notation.types.get(str(part.get("type")), ""))
+        return [name for name, column in self.columns.items() if column and name not in tagged]
+
+    def _untagged_error(self, name: str) -> BadRow:
+        """Return the error for items without tags."""
+        fix = Fix(f"{self.schema.key}.untagged_media", "first", f"no text has a tag <{name}>")
+        return BadRow(
+            f"<{name}> occurs 0 times, but `{name}s` has {len(self.columns[name])} items. Set {fix.key}: first to put "
+            "them at the beginning of the first user message.",
+            [fix],
+        )
 
     def begin_response(self, find: Find) -> None:
         """Begin the response of a preference row. `find` returns the media files that the response refers to."""
@@ -252,12 +301,17 @@ class RowMedia:
         label = f"{name} (item {len(self.items)})"
         try:
             value, options_of_value = read_value(value, self.find)
-            options = options_of_value | options
+            options = options_of_value | {key: part for key, part in options.items() if part != AUTO.get(key)}
+            options = {key: part for key, part in options.items() if not self.notation.fields.is_ignored(key)}
             media = Media(name, value, options, seed_of(*self.key, len(self.items)))
             label = media.name
             if module.item_options is not None:
                 self.notation.fields.check_used(options, {*module.item_options, *FORMAT_KEYS}, label)
             return media, module.measure(media)
+        except MissingMedia as missing:
+            fix = Fix(f"{self.schema.key}.media_dir", None, f"the folder that has {missing.name}", missing.name)
+            hint = f". If it is in another folder, set {fix.key}"
+            raise BadRow(f"{label}: {missing}{hint}", [fix]) from None
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
 
@@ -339,7 +393,7 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
         value_keys = CONTENT_KEYS + LOCATION_KEYS
         value_key = next((key for key in value_keys if isinstance(value.get(key), str | bytes)), None)
         if value_key and all(isinstance(part, str | bytes | float | int) for part in value.values()):
-            options = {key: part for key, part in value.items() if key not in value_keys}
+            options = {key: part for key, part in value.items() if key not in value_keys and part != AUTO.get(key)}
             value = value[value_key]
             if value_key in CONTENT_KEYS and isinstance(value, str):
                 value = decode_base64(value)

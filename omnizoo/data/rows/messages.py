@@ -28,7 +28,10 @@ SPEAKERS = {
     "tool_response": "tool",
     "function": "tool",
 }
-LOSS_KEYS = ("loss", "train", "weight")  # keys of a message that set its loss weight
+WEIGHT_KEYS = ("weight", "loss_weight")
+LOSS_KEYS = ("loss", "train", *WEIGHT_KEYS)  # keys of a message that set its loss weight
+REASONING_PARTS = ("reasoning", "thinking")  # types of content parts with the reasoning of the assistant
+CALL_PART = "tool_call"  # type of a content part with a tool call, as JSON
 CALLS = ("function_call", "tool_call")  # speakers whose content is a tool call of the assistant, as JSON
 PLAIN = {"role", "content", "loss"}
 MAX_WEIGHT = 1e6  # maximum loss weight of a message or row
@@ -80,6 +83,8 @@ def read_message(value: Any, number: int, rules: MessageRules, fields: RowFields
     present = {name: item for name, item in value.items() if item is not None}
     message: Message = {name: item for name, item in present.items() if name not in fields.ignored}
     _set_role(message, number, rules)
+    if isinstance(message.get("content"), list):
+        _read_parts(message, number)
     if "tool_calls" in message:
         message.setdefault("content", "")
         calls = read_list(message["tool_calls"], f"`tool_calls` of message {number}")
@@ -105,7 +110,8 @@ def _set_role(message: Message, number: int, rules: MessageRules) -> None:
         raise BadRow(f"message {number} is not an object with a `role`; it has {', '.join(map(repr, message))}")
 
     if speaker in CALLS and not rules.knows(speaker):
-        message |= {"role": "assistant", "content": "", "tool_calls": read_calls(message.get("content"), number)}
+        calls = read_calls(message.get("content"), f"message {number} ({speaker})")
+        message |= {"role": "assistant", "content": "", "tool_calls": calls}
     elif speaker not in ROLES:
         message["role"] = rules.role_of(speaker)
         if not rules.knows(message["role"]):
@@ -115,33 +121,97 @@ def _set_role(message: Message, number: int, rules: MessageRules) -> None:
             )
 
 
-def loss_weight(message: Message, number: int) -> float:
-    """Remove `loss`, `train` and `weight` from a message, and return its loss weight.
+def _read_parts(message: Message, number: int) -> None:
+    """Move reasoning and tool calls from the content parts of a message to keys that templates read, in place.
 
-    `loss` and `train` are synonyms for a weight of 1 or 0. Without any of these keys, the weight is 1 for assistant
-    messages and 0 for others.
+    Other parts with a `value`, as in LLaMA-Factory, get the key of their type: `{"type": "text", "text": ...}`.
+
+    Raises:
+        BadRow: If the order of the parts differs from that of templates: reasoning, text and media, tool calls.
+    """
+    content: list[Any] = []
+    reasoning: list[str] = []
+    calls: list[Any] = []
+    for i, part in enumerate(message["content"]):
+        what = f"part {i} of message {number}"
+        kind, value = _kind_and_value(part)
+        if kind in REASONING_PARTS:
+            if content or calls or reasoning:
+                raise BadRow(f"{what} is {kind}, which only the first part of a message can be")
+            reasoning.append(_assistant_text(message, value, what))
+        elif kind == CALL_PART:
+            calls += read_calls(_assistant_text(message, value, what), what)
+        elif calls:
+            raise BadRow(f"{what} follows a tool call, but chat templates write tool calls last")
+        else:
+            content.append(_with_named_value(part))
+    new_fields = {"reasoning_content": "".join(reasoning), "tool_calls": calls}
+    for name, value in new_fields.items():
+        if value and name in message:
+            raise BadRow(f"message {number} has `{name}` and parts with the same meaning. Keep one of them.")
+        if value:
+            message[name] = value
+    message["content"] = content or ""
+
+
+def _kind_and_value(part: Any) -> tuple[Any, Any]:
+    """Return the type of a content part, and its value, which is in the key `value` or the key named by the type."""
+    if not isinstance(part, dict):
+        return None, None
+    kind = part.get("type")
+    value = part.get("value")
+    return kind, part.get(kind) if value is None and isinstance(kind, str) else value
+
+
+def _assistant_text(message: Message, value: Any, what: str) -> Any:
+    """Return the value of a reasoning or tool call part. Raises `BadRow` if the message has another role."""
+    if message["role"] != "assistant":
+        raise BadRow(f"{what} is reasoning or a tool call, but the message is from {message['role']!r}")
+    if not value or not isinstance(value, str | dict):
+        raise BadRow(f"{what} is empty or of type {type(value).__name__}")
+    return value
+
+
+def _with_named_value(part: Any) -> Any:
+    """Return a content part with the key of its type instead of `value`."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part.get("value") is None:
+        return part
+    kind = part["type"]
+    if part.get(kind) is not None:
+        return part
+    return {name: item for name, item in part.items() if name != "value"} | {kind: part["value"]}
+
+
+def loss_weight(message: Message, number: int) -> float:
+    """Remove the `LOSS_KEYS` from a message, and return its loss weight.
+
+    `loss` and `train` are synonyms for a weight of 1 or 0, and `loss_weight` for `weight`. Without any of these keys,
+    the weight is 1 for assistant messages and 0 for others.
     """
     role = message["role"]
     flags = []
-    weight = 1.0
+    weights = []
     for name in ("loss", "train"):
         if name in message:
             flag = message.pop(name)
             if not isinstance(flag, bool):
                 raise BadRow(f"`{name}` of message {number} is {flag!r}, not true or false")
             flags.append(flag)
-    if "weight" in message:
-        weight = read_weight(message.pop("weight"), f"`weight` of message {number}")
-        if weight and role != "assistant" and True not in flags:
-            raise BadRow(
-                f"`weight` of message {number} ({role}) is {weight:g}, but by default only assistant messages are "
-                "trained on. Add `loss: true` to the message to train on it."
-            )
-        flags.append(weight > 0)
-    if len(set(flags)) > 1:
-        raise BadRow(f"`loss`, `train` and `weight` of message {number} contradict each other. Keep one of them.")
+    for name in WEIGHT_KEYS:
+        if name in message:
+            weight = read_weight(message.pop(name), f"`{name}` of message {number}")
+            if weight and role != "assistant" and True not in flags:
+                raise BadRow(
+                    f"`{name}` of message {number} ({role}) is {weight:g}, but by default only assistant messages are "
+                    "trained on. Add `loss: true` to the message to train on it."
+                )
+            weights.append(weight)
+    flags += [weight > 0 for weight in weights]
+    if len(set(flags)) > 1 or len(set(weights)) > 1:
+        keys = ", ".join(f"`{name}`" for name in LOSS_KEYS)
+        raise BadRow(f"two of {keys} of message {number} contradict each other. Keep one of them.")
     is_trained = flags[0] if flags else role == "assistant"
-    return weight if is_trained else 0.0
+    return (weights[0] if weights else 1.0) if is_trained else 0.0
 
 
 def read_weight(value: Any, what: str) -> float:
@@ -170,14 +240,14 @@ def as_prompt(messages: Sequence[Message]) -> list[Message]:
     return prompt
 
 
-def read_calls(value: Any, number: int) -> list[Any]:
-    """Return the tool calls of a `function_call` message. Its content is JSON: one call or a list of calls."""
-    calls = parse(value, f"message {number} (function_call)")
+def read_calls(value: Any, what: str) -> list[Any]:
+    """Return the tool calls in the content of a message or part. It is JSON: one call or a list of calls."""
+    calls = parse(value, what)
     calls = calls if isinstance(calls, list) else [calls]
     tool_calls = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow(f"message {number} (function_call) is not a call with `name` and `arguments`")
+            raise BadRow(f"{what} is not a call with `name` and `arguments`")
         function = {"name": call["name"], "arguments": call.get("arguments", {})}
         tool_calls.append({"type": "function", "function": function})
     return tool_calls

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from omnizoo.data.row import PROMPTS, SIDES, SINGLE, BadRow, Row
+from omnizoo.data.row import CHAT_PROMPTS, PROMPTS, RESPONSES, SIDES, SINGLE, BadRow, Fix, Row
 from omnizoo.data.rows.messages import CALLS, SPEAKERS, as_prompt
+from omnizoo.data.rows.schemas import chat_prompt
+from omnizoo.data.rows.unused_fields import REJECTED_RESPONSE
 
 LABEL_ROLES = ("desirable", "undesirable")  # roles of labeled responses, as KTO uses them
 Messages = list[dict[str, Any]]
@@ -72,14 +74,18 @@ def mismatched_rows(present: Row, other: Row) -> list[ResponseRow]:
 
 def _read(present: Row, labeled_responses: bool) -> PreferenceRow:
     """Read the prompt and the responses of a preference row."""
+    if not any(name in present for name in SIDES):
+        present = _with_last_response(present)
+    present = _with_chat_prompt(present)
     prompt_fields = [name for name in PROMPTS if name in present]
     if len(prompt_fields) > 1:
         names = f"`{prompt_fields[0]}` and `{prompt_fields[1]}`"
-        raise BadRow(f"{names} are present, but only one can be used. Add the other to data.ignore.")
+        message = f"{names} are present, but only one can be used. Add the other to data.ignore."
+        raise BadRow(message, _fix_of_copies(present, prompt_fields))
     prompt = present[prompt_fields[0]] if prompt_fields else None
     response_fields = _response_fields(present, labeled_responses)
     # `text` and `weight` are in the row only if a pattern of data.ignore matches them.
-    known_fields = (*SIDES, *SINGLE, *PROMPTS, "text", "weight")
+    known_fields = (*SIDES, *SINGLE, *PROMPTS, *RESPONSES, REJECTED_RESPONSE, "text", "weight")
     other_fields = {name: value for name, value in present.items() if name not in known_fields}
 
     if isinstance(prompt, str) and all(isinstance(present[name], str) for name in response_fields.values()):
@@ -99,6 +105,59 @@ def _read(present: Row, labeled_responses: bool) -> PreferenceRow:
     if not prompt_messages:
         raise BadRow("a preference row needs `prompt`, or `messages` before the responses")
     return PreferenceRow(prompt_messages, dict(zip(response_fields, responses, strict=True)), other_fields)
+
+
+def _with_last_response(present: Row) -> Row:
+    """Return the row with its response, and the alternative to it, in the fields for responses.
+
+    The response is the last one in `messages` or `conversations`, or the text of an instruction row. It becomes the
+    `completion` of a labeled row, and `chosen` in a row with a `rejected_response`.
+    """
+    name = "chosen" if REJECTED_RESPONSE in present else "completion"
+    fields = [field for field in RESPONSES if field in present]
+    if len(fields) > 1:
+        raise BadRow(f"`{fields[0]}` and `{fields[1]}` are present. Add one of them to data.ignore.")
+    if fields:
+        others = {key: value for key, value in present.items() if key != fields[0]}
+        changed = others | {name: present[fields[0]]}
+    else:
+        changed = _with_split_messages(present, name)
+    if REJECTED_RESPONSE in changed:
+        changed["rejected"] = changed.pop(REJECTED_RESPONSE)
+    return changed
+
+
+def _with_split_messages(present: Row, name: str) -> Row:
+    """Return the row with the last messages of the assistant in the field `name`, and the others as its prompt."""
+    for field in ("messages", "conversations"):
+        messages = present.get(field)
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            num_prompt = len(messages)
+            while num_prompt and _is_response(messages[num_prompt - 1]):
+                num_prompt -= 1
+            if num_prompt == len(messages):
+                raise BadRow(f"`{field}` does not end with a response of the assistant")
+            return present | {field: messages[:num_prompt], name: messages[num_prompt:]}
+    return dict(present)
+
+
+def _with_chat_prompt(present: Row) -> Row:
+    """Return the row with messages as its prompt, if the prompt is in the fields of an instruction row."""
+    fields = [name for name in CHAT_PROMPTS if name in present]
+    if not fields or fields == ["history"]:
+        return present
+    if any(name in present for name in PROMPTS):
+        raise BadRow(f"`{fields[0]}` and another prompt are present. Add one of them to data.ignore.")
+    if "query" in fields and ("instruction" in fields or "input" in fields):
+        raise BadRow("`query` and `instruction` or `input` are present. Add one of them to data.ignore.")
+    others = {name: value for name, value in present.items() if name not in CHAT_PROMPTS}
+    return others | {"prompt": chat_prompt(present)}
+
+
+def _fix_of_copies(present: Row, prompt_fields: list[str]) -> list[Fix]:
+    """Return a fix that drops a prompt field which only repeats the chosen conversation."""
+    copies = [name for name in prompt_fields if is_same(present[name], present.get("chosen"))]
+    return [Fix("data.ignore", copies, "a copy of `chosen`")] if copies else []
 
 
 def _response_fields(present: Row, labeled_responses: bool) -> dict[str, str]:

@@ -7,13 +7,14 @@ Fields that a format does not use stay in the row, and raise an error if they ar
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from omnizoo.data.row import SIDES, BadRow, Row
+from omnizoo.data.row import CHAT_PROMPTS, DEFAULT_SCHEMA, PROMPTS, SIDES, BadRow, Fix, Row, SourceSchema
 from omnizoo.data.rows.media import read_column
 from omnizoo.data.rows.messages import as_prompt, parse
+from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.data.rows.unused_fields import METADATA_FIELDS, unsupported_reason
 
 # Field names of a plain text, if the row has no other content.
@@ -26,19 +27,20 @@ OTHER_PAIRS = (
     *(("question", "answer"), ("question", "response"), ("question", "output"), ("input", "output")),
     *(("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("instruction", "response")),
     *(("instruction", "completion"), ("instruction", "answer"), ("query", "answer"), ("input", "response")),
-    *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("user", "assistant")),
+    *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("problem", "answer")),
+    *(("question", "solution"), ("user", "assistant"), ("human", "assistant"), ("dialogue", "summary")),
 )
+OTHER_SIDES = (
+    *(("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"), ("accepted", "rejected")),
+    *(("preferred", "dispreferred"), ("better", "worse")),
+)
+# Names of the transcript of a sound, or of the description of a picture.
+TRANSCRIPTS = ("sentence", "transcription", "transcript", "raw_transcription", "normalized_text", "description")
+# Formats in the order in which `omnizoo new` prefers them for rows that match several of them.
+PREFERRED = ("messages", "alpaca", "query_response", "prompt_completion", "caption", "from_caption", "text")
+TOKEN_NAMES = ("token_ids", "tokens")  # other names of `input_ids`; error messages suggest how to rename them
 LISTS = ("messages", "conversations", "history")  # never plain text: a list or object in a string is parsed as JSON
 EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text or messages
-
-
-@dataclass(frozen=True)
-class SourceSchema:
-    """Settings for the rows of one source."""
-
-    key: str = "data.sources.N"  # config key of the source, for messages
-    format: str | None = None
-    json_columns: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,6 @@ class Format:
     convert: Callable[[SchemaInput], tuple[Row, str]] = field(repr=False)  # returns the new row and its prompt
 
 
-DEFAULT_SCHEMA = SourceSchema()
-
-
 def parse_row(
     row: Row,
     present: Row,
@@ -123,7 +122,10 @@ def parse_row(
     # For `messages` with `text`, `check_conversation` raises an error that suggests data.ignore.
     if len(matches) > 1 and not matches.keys() <= {"messages", "text"}:
         formats = " or ".join(f"{name} ({reason})" for name, reason in matches.items())
-        raise BadRow(f"the row matches {formats}. Set {schema.key}.format to one of {', '.join(matches)}.")
+        raise BadRow(
+            f"the row matches {formats}. Set {schema.key}.format to one of {', '.join(matches)}.",
+            _format_fixes(matches, schema),
+        )
     if not matches:
         return None
     name, reason = next(iter(matches.items()))
@@ -144,15 +146,70 @@ def _parse_as(format: Format, matches: Mapping[str, str], schema_input: SchemaIn
     return ParsedRow(format=format.name, why=f"set by {schema.key}.format", row=converted, prompt=prompt)
 
 
-def hint(present: Row, schema: SourceSchema) -> str:
-    """Return a suggestion for a row that no rule matches, or ""."""
+def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
+    """Return one fix for each format that a row matches, the most structured format first."""
+    order = [*PREFERRED, *FORMATS]
+    formats = sorted(matches, key=order.index)
+    reason = f"the rows match {' and '.join(formats)}"
+    return [Fix(f"{schema.key}.format", format, reason) for format in formats]
+
+
+def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collection[str] = ()) -> list[Fix]:
+    """Return the renamed columns with which a row that no rule matches can be read.
+
+    If the names of its texts do not show how to read it, only the user can choose the columns.
+
+    Args:
+        row: The whole row.
+        present: The fields that are neither empty nor ignored.
+        schema: Settings of the source.
+        media: Names of the modalities of the model.
+    """
+    columns, purpose = _columns_of(row, present, media)
+    renamed = {name: field for name, field in columns.items() if name != field}
+    if renamed:
+        return [Fix(f"{schema.key}.columns", renamed, purpose)]
+    texts = [name for name in present if isinstance(present[name], str) and name not in METADATA_FIELDS]
+    if len(texts) < 2:
+        return []
+    listed = ", ".join(texts)
+    reason = f"which of {listed} is the prompt, and which one the response; or {{text: FIELD}} for plain text"
+    return [Fix(f"{schema.key}.columns", None, reason)]
+
+
+def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:
+    """Return renamed columns for a row that no rule matches, and their purpose. Both are empty if there are none."""
+    for name, value in present.items():
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            return {"messages": name}, "to read it as a chat"
+    for chosen, rejected in OTHER_SIDES:
+        if chosen in present and rejected in present:
+            return {"chosen": chosen, "rejected": rejected}, "to read them as a preference pair"
     for prompt, response in OTHER_PAIRS:
         if prompt in present and response in present:
-            return f"to read them as a chat, set {schema.key}.columns: {{query: {prompt}, response: {response}}}"
+            if "context" in row:  # may be empty in this row
+                return {"instruction": prompt, "input": "context", "output": response}, "to read them as a chat"
+            return {"query": prompt, "response": response}, "to read them as a chat"
+    for name in TOKEN_NAMES:
+        if name in present:
+            return {"input_ids": name}, "to read it as token ids"
     names = [name for name in present if name not in METADATA_FIELDS]
-    if len(names) == 1 and isinstance(present[names[0]], str) and unsupported_reason(names[0]) is None:
-        return f"to read it as a text, set {schema.key}.columns: {{text: {names[0]}}}"
-    return ""
+    media_columns = [name for name in names if name in media or name.removesuffix("s") in media]
+    texts = [name for name in names if isinstance(present[name], str) and name not in media_columns]
+    transcripts = [name for name in TRANSCRIPTS if name in texts] or (texts if len(texts) == 1 else [])
+    if media_columns and transcripts:
+        return {"caption": transcripts[0]}, "to read it as a transcript or caption"
+    if names == texts and len(names) == 1 and unsupported_reason(names[0]) is None:
+        return {"text": names[0]}, "to read it as a text"
+    return {}, ""
+
+
+def prompt_fixes(present: Row, schema: SourceSchema) -> list[Fix]:
+    """Return renamed columns for a preference row of texts whose prompt has another name; empty if there are none."""
+    if any(name in present for name in (*PROMPTS, *CHAT_PROMPTS)) or not isinstance(present.get("chosen"), str):
+        return []
+    prompts = [prompt for prompt, _ in OTHER_PAIRS if isinstance(present.get(prompt), str)]
+    return [Fix(f"{schema.key}.columns", {"query": prompts[0]}, "to read it as the prompt")] if prompts else []
 
 
 # Fields that contain JSON text
@@ -261,11 +318,23 @@ def _chat(present: Row, prompt: str, response: str) -> list[Row]:
     return [*_history(present), *_turns(prompt, response)]
 
 
+def _instruction(present: Row) -> str:
+    """Return the prompt of an instruction row: `instruction`, a line break and `input`."""
+    prompt_parts = [_text(present, "instruction"), _text(present, "input")]
+    return "\n".join(filter(None, prompt_parts))
+
+
+def chat_prompt(present: Row) -> list[Row]:
+    """Return the messages before the response of a preference row whose prompt is in texts."""
+    prompt = _text(present, "query") or _instruction(present)
+    if not prompt:
+        raise BadRow("the prompt is empty")
+    return [*_history(present), {"role": "user", "content": prompt}]
+
+
 def _from_alpaca(schema_input: SchemaInput) -> tuple[Row, str]:
     present = schema_input.present
-    prompt_parts = [_text(present, "instruction"), _text(present, "input")]
-    prompt = "\n".join(filter(None, prompt_parts))
-    chat = _chat(present, prompt, _response(present, "output"))
+    chat = _chat(present, _instruction(present), _response(present, "output"))
     return _without(present, "instruction", "input", "output", "history") | {"messages": chat}, ""
 
 
@@ -363,6 +432,22 @@ def _from_document(schema_input: SchemaInput) -> tuple[Row, str]:
     return _without(schema_input.present, name) | {"text": schema_input.present[name]}, ""
 
 
+def _fits_tokenized(schema_input: SchemaInput) -> str:
+    return "the row has `input_ids`" if "input_ids" in schema_input.present else ""
+
+
+def _from_tokenized(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Return the row unchanged. An empty list of labels or masks is kept, so that its length is checked."""
+    for column in schema_input.media.values():
+        raise BadRow(
+            f"a pre-tokenized row cannot have media (`{column}`), because the number of their tokens depends on the "
+            "model. Use `messages` or `text`."
+        )
+    present = schema_input.present
+    empty = [name for name in TOKEN_FIELDS_OF_ROWS if name in schema_input.names and name not in present]
+    return present | {name: [] for name in empty}, ""
+
+
 FORMATS = {
     format.name: format
     for format in (
@@ -428,6 +513,13 @@ FORMATS = {
             DOCUMENT,
             _fits_document,
             _from_document,
+        ),
+        Format(
+            "tokenized",
+            "`input_ids` (optional: `labels`, `loss_mask`, `attention_mask`, `position_ids`, `cu_seqlens`)",
+            TOKEN_FIELDS_OF_ROWS,
+            _fits_tokenized,
+            _from_tokenized,
         ),
     )
 }

@@ -4,12 +4,24 @@ If fields were dropped silently, a run could train without an image, without a s
 rejected.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from omnizoo.config.sections.loss_options import PREFERENCES
-from omnizoo.data.row import CONVERSATION, PROMPTS, SIDES, SINGLE, BadRow, Row
+from omnizoo.data.row import (
+    CHAT_PROMPTS,
+    CONVERSATION,
+    PREFERENCE_ALIASES,
+    PROMPTS,
+    RESPONSES,
+    SIDES,
+    SINGLE,
+    BadRow,
+    Fix,
+    Row,
+)
+from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.modalities.media import WELL_KNOWN
 
 # Metadata that other tools store in rows: ids, origin, topic, statistics. docs/how-to/data.md lists these names.
@@ -35,35 +47,42 @@ METADATA_FIELDS = frozenset(
 # In messages, the id that connects a tool result with its call is metadata as well.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
+REJECTED_RESPONSE = "rejected_response"  # the rejected alternative to the last response of the row, as in ms-swift
+LABEL_FIELDS = ("label", "kto_tag")  # whether the response of the row is desirable
 
 PreferenceRows = Literal["refused", "allowed", "required"]  # whether the losses of the run use preference rows
 
 NEEDS_PREFERENCE_LOSS = f"preference rows need one of {', '.join(PREFERENCES)} in train.losses"
 PAIR_FIELDS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHT_FIELDS = "loss weights are read from `weight`, in a message or in the row"
-PRETOKENIZED = "pre-tokenized rows are not supported"
+PRETOKENIZED = "it belongs to pre-tokenized rows, whose content is `input_ids`"
 PROMPT_FIELDS = (
     "prompts and responses are read from `instruction` and `output`, `prompt` and `completion`, or `query` and "
     "`response`"
 )
 SCORES = "response scores are not supported"
-LABELS = "labels need kto in train.losses and are read from `label`, next to `completion`"
+LABELS = "labels need kto in train.losses and are read from `label` or `kto_tag`, next to a response"
 # Fields with a known meaning that are not used in training. Maps the reason to patterns of their names.
 # fmt: off
 UNSUPPORTED_FIELDS = {
     NEEDS_PREFERENCE_LOSS: (
-        "chosen", "chosen_*", "rejected", "rejected_*", "*_chosen", "*_rejected", "preferred", "dispreferred",
+        "chosen", "chosen_*", "chosen-*", "rejected", "rejected_*", "rejected-*", "*_chosen", "*_rejected",
+        "preferred", "dispreferred",
     ),
     SCORES: ("reward", "rewards", "score", "scores", "margin"),
-    LABELS: ("label", "kto_tag"),
+    LABELS: LABEL_FIELDS,
     WEIGHT_FIELDS: ("weights", "*_weight", "loss_scale", "loss_mask"),
-    PRETOKENIZED: ("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"),
+    PRETOKENIZED: ("token_ids", "tokens", *TOKEN_FIELDS_OF_ROWS),
     PROMPT_FIELDS: (
         "instruction", "input", "output", "prompt", "completion", "response", "query", "question", "answer",
         "history", "inputs", "targets", "context",
     ),
 }
 # fmt: on
+
+
+# Fields that cannot be dropped without changing what is trained, although they are not used.
+NEVER_DROPPED = (NEEDS_PREFERENCE_LOSS, WEIGHT_FIELDS, PRETOKENIZED)
 
 
 def is_empty(value: Any) -> bool:
@@ -109,10 +128,22 @@ class RowFields:
         present = {name: value for name, value in not_ignored.items() if not is_empty(value)}
         if not any(name in present for name in CONVERSATION):  # an empty conversation has its own error message
             present |= {name: not_ignored[name] for name in CONVERSATION if not_ignored.get(name) is not None}
+        return present if self.preferences == "refused" else self._with_preference_names(present)
+
+    def _with_preference_names(self, present: Row) -> Row:
+        """Return the row with our names of preference fields in place of those of other tools."""
+        for other_name, name in PREFERENCE_ALIASES.items():
+            is_read = name != "label" or self.labeled_responses
+            if other_name in present and is_read and name not in present:
+                present = {name if key == other_name else key: value for key, value in present.items()}
         return present
 
-    def has_preference(self, present: Row) -> bool:
+    def has_preference(self, present: Row, prompt_fixes: Sequence[Fix] = ()) -> bool:
         """Whether the row is read as a preference pair or labeled response.
+
+        Args:
+            present: The fields that are neither empty nor ignored.
+            prompt_fixes: Renamed columns with which another field becomes the prompt.
 
         Raises:
             BadRow: If it is a preference row and has a field that is not used.
@@ -120,21 +151,26 @@ class RowFields:
         if self.preferences == "refused":
             return False
         if any(name in present for name in SIDES):
-            response_fields = SIDES
+            response_fields: tuple[str, ...] = SIDES
+        elif REJECTED_RESPONSE in present and "chosen_response" not in present:
+            response_fields = (REJECTED_RESPONSE, *RESPONSES)
         elif self.labeled_responses and any(name in present for name in SINGLE):
-            response_fields = SINGLE
+            response_fields = ("label", *RESPONSES)
         else:
             return False
-        self.check_used(present, {*response_fields, *PROMPTS, *self.media_columns, "system", "tools"})
+        if prompt_fixes:
+            raise BadRow(f"a preference row needs a prompt{suggestion(prompt_fixes)}", prompt_fixes)
+        prompts = {*PROMPTS, *CHAT_PROMPTS}
+        self.check_used(present, {*response_fields, *prompts, *self.media_columns, "system", "tools"})
         return True
 
-    def check_conversation(self, present: Row, row: Row, hint: str = "") -> None:
+    def check_conversation(self, present: Row, row: Row, fixes: Sequence[Fix] = ()) -> None:
         """Check that a row without preferences has exactly one conversation or text, and no unused fields.
 
         Args:
             present: The fields that are neither empty nor ignored.
             row: The whole row, for error messages.
-            hint: Suggestion for a row without a conversation.
+            fixes: Config values with which a row without a conversation can be used.
 
         Raises:
             BadRow: If the row cannot be used.
@@ -142,14 +178,16 @@ class RowFields:
         if self.preferences == "required":
             labeled = ", or `completion` and `label`" if self.labeled_responses else ""
             raise BadRow(
-                f"not a preference row: all losses in train.losses need `chosen` and `rejected`{labeled}. Add "
-                "cross_entropy to train.losses to train on other rows as well."
+                f"not a preference row: all losses in train.losses need `chosen` and `rejected`{labeled}"
+                f"{suggestion(fixes) or '. Add cross_entropy to train.losses to train on other rows as well'}.",
+                fixes,
             )
 
         conversations = [name for name in CONVERSATION if name in present]
         if len(conversations) > 1:
             names = " and ".join(f"`{name}`" for name in conversations)
-            raise BadRow(f"{names} are present, but only one can be used. Add the others to data.ignore.")
+            others = Fix("data.ignore", conversations[1:], f"`{conversations[0]}` is used")
+            raise BadRow(f"{names} are present, but only one can be used. Add the others to data.ignore.", [others])
         for name in self.modalities:
             plural = f"{name}s"
             if name in present and plural in present:
@@ -159,14 +197,17 @@ class RowFields:
 
         if conversations or self._has_unused_preference(present):
             used = {*conversations, *self.media_columns, "weight"}
-            if conversations != ["text"]:
+            if conversations == ["input_ids"]:
+                used = {*TOKEN_FIELDS_OF_ROWS, "weight"}
+            elif conversations != ["text"]:
                 used |= {"system", "tools"}
             self.check_used(present, used)
         if not conversations:
-            reason = hint or next(iter(_unsupported_reasons(present)), "")
-            details = f" ({reason})" if reason else ""
+            reason = next(iter(_unsupported_reasons(present)), "")
+            details = suggestion(fixes) or (f" ({reason})" if reason else "")
             names = ", ".join(map(repr, row)) or "no fields"
-            raise BadRow(f"`messages`, `conversations` and `text` are missing or empty; the row has {names}{details}")
+            message = f"`messages`, `conversations` and `text` are missing or empty; the row has {names}{details}"
+            raise BadRow(message, fixes)
 
     def _has_unused_preference(self, present: Row) -> bool:
         """Whether the row has a preference field that is not ignored, although no loss of the run uses it."""
@@ -184,10 +225,35 @@ class RowFields:
         Raises:
             BadRow: If a field is not used.
         """
+        values = names if isinstance(names, Mapping) else dict.fromkeys(names)
         others = [name for name in names if name not in used and name not in METADATA_FIELDS]
         unused = [name for name in others if not self.is_ignored(name)]
         if unused:
-            raise BadRow(self.unused_message(unused, location))
+            fixes = self._fixes_of_unused(unused, values, location)
+            raise BadRow(self.unused_message(unused, location), fixes)
+
+    def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
+        """Return config values with which unused fields are either used, or dropped without changing the training.
+
+        Args:
+            unused: The unused fields.
+            values: All fields.
+            location: Location of the fields; empty for the row itself.
+        """
+        reasons = _unsupported_reasons(unused)
+        if not location and self.preferences == "refused":
+            if NEEDS_PREFERENCE_LOSS in reasons:
+                losses = [{"kind": "dpo", "options": {"beta": 0.1}}]
+                return [Fix("train.losses", losses, "the rows are preference pairs; dpo, simpo, orpo or kto")]
+            has_label = any(isinstance(values.get(name), bool) for name in LABEL_FIELDS)
+            if has_label and any(name in values for name in (*RESPONSES, "messages", "conversations")):
+                losses = [{"kind": "kto", "options": {"beta": 0.1}}]
+                return [Fix("train.losses", losses, "the rows have labeled responses, which only kto uses")]
+        is_media = any(name.removesuffix("s") in WELL_KNOWN for name in unused)
+        if is_media or any(reason in NEVER_DROPPED for reason in reasons if reason != NEEDS_PREFERENCE_LOSS):
+            return []
+        place = f"fields of {location}" if location else "fields"
+        return [Fix("data.ignore", list(unused), f"{place} that are not trained on")]
 
     def unused_message(self, names: Sequence[str], location: str, reason: str = "") -> str:
         """Return an error message for unused fields: why they are not used, and what to do.
@@ -214,6 +280,18 @@ class RowFields:
         if any(name.removesuffix("s") in WELL_KNOWN for name in names):
             return f"this model accepts {', '.join(self.modalities) or 'no media'}"
         return ""
+
+
+def suggestion(fixes: Sequence[Fix]) -> str:
+    """Return the renamed columns of the best fix as the end of an error message; "" if only the user can choose them.
+
+    Args:
+        fixes: Fixes of `columns`.
+    """
+    if not fixes or fixes[0].value is None:
+        return ""
+    columns = ", ".join(f"{name}: {field}" for name, field in fixes[0].value.items())
+    return f". {fixes[0].reason.capitalize()}, set {fixes[0].key}: {{{columns}}}"
 
 
 def unsupported_reason(name: str) -> str | None:

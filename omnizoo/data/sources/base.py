@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.row import Row
-from omnizoo.modalities.media import BadMedia, kind_of_file
+from omnizoo.modalities.media import BadMedia, MissingMedia, kind_of_file
 
 Rows = npt.NDArray[np.int64]
 EXTENT = 256  # default rows per extent, for sources with cheap random access
@@ -100,7 +100,7 @@ class MediaFolder:
             if status.st_size == 0:
                 raise BadMedia(f"{short_name} is empty")
         except FileNotFoundError:
-            raise BadMedia(f"{short_name} does not exist") from None
+            raise MissingMedia(f"{short_name} does not exist", name) from None
         except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, null bytes
             reason = getattr(error, "strerror", None) or error
             raise BadMedia(f"{short_name} is not a valid path: {reason}") from None

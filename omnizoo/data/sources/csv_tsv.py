@@ -13,8 +13,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sources.base import Rows
 from omnizoo.data.sources.jsonl import MAX_BYTES, IndexedFile
+from omnizoo.hub.dataset_files import CSV
 
-CSV = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = ";\t|,"
 
 

@@ -15,7 +15,6 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, Rows
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 MAX_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # matches lone surrogates, but also valid pairs
 

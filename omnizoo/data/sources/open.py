@@ -10,40 +10,32 @@ No data is ever unpickled.
 import bisect
 import functools
 import logging
-import re
 import stat
 from collections.abc import Callable, Collection, Sequence
 from io import FileIO
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from omnizoo.config.errors import UserError, first_line
-from omnizoo.config.hub import hub_hint
+from omnizoo.config.hub import MODELSCOPE, parse_name
 from omnizoo.config.sections import data as data_section
 from omnizoo.data.sources.base import MediaFolder, RowSource, RowView
-from omnizoo.data.sources.csv_tsv import CSV, CsvFile
+from omnizoo.data.sources.csv_tsv import CsvFile
 from omnizoo.data.sources.hf_datasets import open_with_datasets
-from omnizoo.data.sources.jsonl import JSON_LINES, JsonArrayFile, JsonlFile, is_array
-from omnizoo.data.sources.parquet import PARQUET, GroupCache, ParquetFile
+from omnizoo.data.sources.jsonl import JsonArrayFile, JsonlFile, is_array
+from omnizoo.data.sources.parquet import GroupCache, ParquetFile
 from omnizoo.data.sources.python_rows import open_rows
 from omnizoo.data.sources.remote import Remote, RemoteFolder, is_address
 from omnizoo.data.sources.renamed_columns import RenamedRows, check_columns
 from omnizoo.data.sources.subset import RowSubset
-from omnizoo.data.sources.webdataset import TAR, WebDatasetFile
+from omnizoo.data.sources.webdataset import WebDatasetFile
+from omnizoo.hub.dataset import DatasetFiles, cached_dataset
+from omnizoo.hub.dataset_files import CSV, PARQUET, ROW_FILES, SAVED, TAR, files_of_split, has_rows, row_files
 from omnizoo.modalities.media import kind_of_file
 
 log = logging.getLogger(__name__)
-# Words for splits in file and folder names, as in `datasets`. They must be delimited: `contrastive.jsonl` is not a
-# train split.
-SPLIT_WORDS = {
-    "train": "train(?:ing)?",
-    "validation": "valid(?:ation)?|val|dev",
-    "test": "test(?:ing)?|eval(?:uation)?",
-}
-SAVED = ("dataset_dict.json", "dataset_info.json")  # files that mark a folder written by `save_to_disk`
-ROW_FILES = (*PARQUET, *TAR, *JSON_LINES, *CSV)
 
 
 class Concatenation(RowView):
@@ -91,11 +83,14 @@ def open_source(
         source = open_rows(spec, media_outside)
     else:
         path = Path(spec.path).expanduser()
-        if is_address(spec.path):
+        downloaded = _downloaded(spec)
+        if downloaded is not None:
+            path = downloaded.folder
+        elif is_address(spec.path):
             remote = Remote(spec.path, cache_dir)
-            path = remote.copy(lambda names: row_files(names, spec))
+            path = remote.copy(lambda names: row_files(names, spec.split, spec.name))
             media = remote if spec.media_dir is None else media
-        source = open_path(spec, path, media_outside, modalities, media)
+        source = open_path(spec, path, media_outside, modalities, media, downloaded)
     if spec.take is not None:
         rows = len(source)
         source = RowSubset(source, spec.take)
@@ -112,20 +107,12 @@ def open_source(
     return source
 
 
-def row_files(names: list[str], spec: data_section.SourceSettings) -> list[str]:
-    """Return the files of a remote folder that contain rows of the requested split."""
-    if any(name in SAVED for name in names):
-        return names
-    with_rows = [name for name in names if has_rows(PurePosixPath(name))]
-    if not with_rows:
-        listed = ", ".join(names[:5]) or "nothing"
-        raise UserError(f"{spec.name}: no file with rows ({', '.join(ROW_FILES)}); the folder contains {listed}")
-    return files_of_split(with_rows, spec.split, spec.name)
-
-
-def has_rows(name: PurePath) -> bool:
-    """Whether a file contains rows, judged by its name. Hidden files do not."""
-    return name.suffix in ROW_FILES and not any(part.startswith(".") for part in name.parts)
+def _downloaded(spec: data_section.SourceSettings) -> DatasetFiles | None:
+    """Return the downloaded files of a dataset on the hub; None if the source has another path."""
+    name = parse_name(str(spec.path)) if "@" in str(spec.path) else None
+    if name is None or name.commit is None or name.prefix == MODELSCOPE:
+        return None
+    return cached_dataset(name, spec.split)
 
 
 def open_path(
@@ -134,6 +121,7 @@ def open_path(
     media_outside: bool,
     modalities: Collection[str],
     remote: Remote | None,
+    downloaded: DatasetFiles | None = None,
 ) -> RowSource:
     """Open a local file or folder.
 
@@ -143,13 +131,13 @@ def open_path(
         media_outside: Whether rows may refer to media files outside the folder of the source.
         modalities: Modalities that members of tar files may belong to.
         remote: Remote location of the media files; None if they are local.
+        downloaded: Files of a dataset on the hub; None for other sources.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        hint = hub_hint(str(spec.path), "dataset")
         raise UserError(
-            f"{path}: the data source does not exist. Give a JSONL, CSV, Parquet or tar file, or a folder of them{hint}"
+            f"{path}: the data source does not exist. Give a JSONL, CSV, Parquet or tar file, or a folder of them"
         ) from None
     except (OSError, ValueError) as error:  # no access, name too long, circular links, null bytes
         reason = getattr(error, "strerror", None) or error
@@ -168,11 +156,16 @@ def open_path(
             base = root = Path(spec.media_dir).expanduser()
         if remote is not None:
             return RemoteFolder(base, root.resolve(), remote=remote)
+        if downloaded is not None and spec.media_dir is None:
+            root = downloaded.root  # files of a snapshot are links to files outside of it
         return MediaFolder(base, None if media_outside else root.resolve())
 
     is_saved_dataset = any((path / name).exists() for name in SAVED)
     try:
-        files = [] if is_saved_dataset else data_files(path, spec.split)
+        if downloaded is not None and downloaded.rows is not None:
+            files = without_statistics(path, downloaded.rows)
+        else:
+            files = [] if is_saved_dataset else data_files(path, spec.split)
         if files:
             return concatenate(files, folder_of, modalities)
         return open_with_datasets(path, folder_of(path), spec.split, is_saved_dataset)
@@ -227,19 +220,20 @@ def data_files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix in ROW_FILES else []
     files = sorted(file for file in path.rglob("*") if has_rows(file.relative_to(path)) and file.is_file())
-    tar_files = [file for file in files if file.suffix in TAR]
-    if tar_files:
-        _check_other_files(path, tar_files, [file for file in files if file.suffix not in TAR])
-        files = tar_files
-    names = [str(file.relative_to(path)) for file in files]
+    names = [str(file.relative_to(path)) for file in without_statistics(path, files)]
     return [path / name for name in files_of_split(names, split, str(path))]
 
 
-def _check_other_files(path: Path, tar_files: list[Path], others: list[Path]) -> None:
-    """Check that the other files of a folder with tar files are tables of statistics.
+def without_statistics(path: Path, files: list[Path]) -> list[Path]:
+    """Return the tar files among `files`, or all of them if there are none.
 
-    Tools that write tar shards also write one such table per shard.
+    Tools that write tar shards also write a table of statistics for each of them. Other files beside tar files are an
+    error.
     """
+    tar_files = [file for file in files if file.suffix in TAR]
+    others = [file for file in files if file.suffix not in TAR]
+    if not tar_files:
+        return files
     shards = {file.with_suffix("") for file in tar_files}
     for file in others:
         if file.with_name(file.stem.removesuffix("_stats")) not in shards:
@@ -247,21 +241,4 @@ def _check_other_files(path: Path, tar_files: list[Path], others: list[Path]) ->
                 f"{path}: the folder has tar files and other files with rows ({file.relative_to(path)}). Add each "
                 "file or folder with rows to data.sources separately."
             )
-
-
-def files_of_split(names: list[str], split: str, source: str) -> list[str]:
-    """Return the files of `split` if the file names distinguish at least two splits, otherwise all files."""
-    splits: dict[str, list[str]] = {}
-    for file in names:
-        for name, words in SPLIT_WORDS.items():
-            if re.search(rf"(?:^|[\W_\d])(?:{words})(?:[\W_\d]|$)", file, re.IGNORECASE):
-                splits.setdefault(name, []).append(file)
-                break
-    if len(splits) < 2:
-        return names
-    if split not in splits:
-        raise UserError(
-            f"{source}: the source has the splits {', '.join(splits)}, not {split!r}. Set `split` of the source."
-        )
-    log.info("%s: reading the %d files of split %s", source, len(splits[split]), split)
-    return splits[split]
+    return tar_files

@@ -14,7 +14,6 @@ from omnizoo.data.sources.base import FolderRows, MediaFolder
 if TYPE_CHECKING:
     import pyarrow  # imported at run time only where needed: most runs read no Parquet
 
-PARQUET = (".parquet",)
 MAX_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is damaged
 
 

@@ -16,8 +16,6 @@ from omnizoo.data.sources.base import RowSource
 from omnizoo.data.sources.jsonl import parse_object, read_bytes
 from omnizoo.modalities.media import BadMedia
 
-TAR = (".tar",)
-
 
 class WebDatasetFile(RowSource):
     """A WebDataset tar file.

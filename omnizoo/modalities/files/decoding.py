@@ -48,3 +48,13 @@ def media_errors(media: Media) -> Iterator[None]:
         without_addresses = re.sub(r"\s*'?<[^>]*>'?", "", str(message).strip())  # such as <_io.BytesIO object at 0x...>
         reason = without_addresses or type(error).__name__
         raise BadMedia(f"{media.name}: {reason}") from error
+
+
+def check_pixels(media: Media, height: int, width: int) -> None:
+    """Raise `BadMedia` for images without pixels or with more than `MAX_PIXELS`."""
+    if height < 1 or width < 1:
+        raise BadMedia(f"{media.name}: the size is {width} x {height}, so the image has no pixels")
+    if height * width > MAX_PIXELS:
+        raise BadMedia(
+            f"{media.name}: the image has {width} x {height} pixels, but at most {MAX_PIXELS:,} are supported"
+        )

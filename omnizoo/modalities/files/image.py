@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omnizoo.modalities.files.decoding import MAX_PIXELS, media_errors, optional
+from omnizoo.modalities.files.decoding import check_pixels, media_errors, optional
+from omnizoo.modalities.files.tiff import check_tiff
 from omnizoo.modalities.media import BadMedia, Media
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # color type -> number of channels
+MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10, and each one takes a pass over all pixels
+JPEG_FORMATS = ("JPEG", "MPO")  # names that Pillow gives to JPEG files with one image, and with several
 ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 # Excludes formats that run another program (PostScript) or open other files.
@@ -37,6 +40,8 @@ def read_image(media: Media, channels: int = 3) -> "Image":
     upright = {2: transpose.FLIP_LEFT_RIGHT, 3: transpose.ROTATE_180, 4: transpose.FLIP_TOP_BOTTOM}
     upright |= {5: transpose.TRANSPOSE, 6: transpose.ROTATE_270, 7: transpose.TRANSVERSE, 8: transpose.ROTATE_90}
     with _image(media) as (image, orientation):
+        if image.info.get("progressive"):
+            _check_scans(media)
         image.load()
         if image.format == "PNG":
             _check_png_rows(media, image)
@@ -63,6 +68,7 @@ def _image(media: Media) -> Iterator[tuple["Image", int]]:
             image = media.value
         elif isinstance(media.value, Path | bytes):
             raw = stack.enter_context(media.open())
+            check_tiff(media, raw)
             image = stack.enter_context(library.open(raw, formats=IMAGE_FORMATS))
             _check_file_size(media, image, raw)
         else:
@@ -87,7 +93,7 @@ def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
         is_short = _png_bytes(raw) > DEFLATE_RATIO * file_size
         raw.seek(position)
     else:  # in a JPEG, each square of 8 x 8 pixels needs at least one bit
-        is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * file_size
+        is_short = image.format in JPEG_FORMATS and image.height * image.width // 64 > 8 * file_size
     if is_short:
         size = f"{image.width} x {image.height}"
         raise BadMedia(f"{media.name}: the file seems truncated: {file_size} bytes cannot hold {size} pixels")
@@ -109,6 +115,15 @@ def _png_bytes(raw: BinaryIO) -> int:
         if columns > 0 and rows > 0:
             num_bytes += rows * (1 + -(-columns * bits_per_pixel // 8))  # each row begins with the type of its filter
     return num_bytes
+
+
+def _check_scans(media: Media) -> None:
+    """Raise `BadMedia` if a progressive JPEG has more than `MAX_SCANS` scans."""
+    with media.open() as raw:
+        # In compressed data, 0xFF is followed by 0 or a restart marker, so each match begins a scan.
+        num_scans = raw.read().count(b"\xff\xda")
+    if num_scans > MAX_SCANS:
+        raise BadMedia(f"{media.name}: the JPEG has {num_scans} scans, but at most {MAX_SCANS} are supported")
 
 
 def _check_png_rows(media: Media, image: "Image") -> None:
@@ -158,14 +173,4 @@ def check_aspect(media: Media, height: int, width: int) -> None:
     if max(height, width) > 200 * min(height, width):
         raise BadMedia(
             f"{media.name}: the size is {width} x {height}, but one side must be at most 200 times as long as the other"
-        )
-
-
-def check_pixels(media: Media, height: int, width: int) -> None:
-    """Raise `BadMedia` for images without pixels or with more than `MAX_PIXELS`."""
-    if height < 1 or width < 1:
-        raise BadMedia(f"{media.name}: the size is {width} x {height}, so the image has no pixels")
-    if height * width > MAX_PIXELS:
-        raise BadMedia(
-            f"{media.name}: the image has {width} x {height} pixels, but at most {MAX_PIXELS:,} are supported"
         )

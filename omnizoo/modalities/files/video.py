@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omnizoo.modalities.files.container import container_seconds, open_container, time_range
-from omnizoo.modalities.files.decoding import MAX_PIXELS
-from omnizoo.modalities.files.image import check_pixels, image_size, read_image
+from omnizoo.modalities.files.decoding import MAX_PIXELS, check_pixels
+from omnizoo.modalities.files.image import image_size, read_image
 from omnizoo.modalities.media import BadMedia, Media
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import local_path
 from omnizoo.config.sections.base import SubmoduleSettings
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.read_config import read_model_config
@@ -81,7 +82,7 @@ def _weight_folders(model: ModelSection) -> list[Path]:
     for modality in model.modalities.values():
         sections += [modality.encoder, modality.decoder]
     paths = [section.path for section in sections if section is not None]
-    return [Path(path) for path in paths if path is not None]
+    return [Path(local_path(path)) for path in paths if path is not None]
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import local_path, pinned_names
 from omnizoo.config.sections.model import AdapterSettings
 from omnizoo.models.adapters.lora import DEFAULT, KEY, AdapterInfo, attached, factor_names, matches
 from omnizoo.models.untrusted_folders import open_weights, read_json, tensor_names
@@ -37,7 +38,7 @@ def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
     """Return `settings`. If `settings.path` is set, return the settings in that folder, with full names as targets."""
     if settings.path is None:
         return settings
-    folder = Path(settings.path)
+    folder = Path(local_path(settings.path))
     fields = _read_config(folder)
     if fields.get("use_dora") and fields.get("use_rslora"):
         raise UserError(f"{KEY}.path: {folder / CONFIG} sets both use_dora and use_rslora, which is not supported")
@@ -128,7 +129,7 @@ def check_shapes(model: nn.Module, settings: AdapterSettings) -> None:
     adapter = attached(model)
     if settings.path is None or adapter is None:
         return
-    with open_weights([Path(settings.path) / WEIGHTS]) as weights:
+    with open_weights([Path(local_path(settings.path)) / WEIGHTS]) as weights:
         file_shapes = {key: tuple(weight.get_shape()) for key, weight in weights.items()}
     model_shapes = {}
     for name, key in file_names(adapter).items():
@@ -197,7 +198,7 @@ def _from_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.T
 def read_factors(adapter: AdapterInfo) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in the model, value) for all tensors in the folder `settings.path`."""
     assert adapter.settings.path is not None
-    with open_weights([Path(adapter.settings.path) / WEIGHTS]) as weights:
+    with open_weights([Path(local_path(adapter.settings.path)) / WEIGHTS]) as weights:
         for name, key in file_names(adapter).items():
             yield name, _from_file(weights[key][...], name, adapter)
 
@@ -214,8 +215,9 @@ def write_folder(
 ) -> None:
     """Write the trained parameters `state` as a PEFT adapter.
 
-    `path` is the folder of the base model, and `base` its hash.
+    `path` is the folder of the base model, or its name and commit on the hub, and `base` its hash.
     """
+    on_hub = pinned_names(path)
     settings = adapter.settings
     tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
@@ -229,7 +231,8 @@ def write_folder(
         target_modules=list(adapter.modules),
         target_parameters=list(adapter.experts) or None,
         modules_to_save=list(adapter.saved) or None,
-        base_model_name_or_path=path,
+        base_model_name_or_path=on_hub[0].address if on_hub else path,
+        revision=on_hub[0].commit if on_hub else None,
         task_type="CAUSAL_LM" if adapter.generates else None,
         inference_mode=True,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from omnizoo.config.hub import local_path
 from omnizoo.config.schema import Config
 from omnizoo.models.adapters.base_identity import base_identity, check_base_identity
 from omnizoo.models.adapters.lora import KEY, attached
@@ -23,7 +24,7 @@ def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
     base = base_identity(config.model, config.train.seed)
     path = adapter.settings.path
     if path is not None:
-        check_base_identity(base_of(Path(path)), base, f"{KEY}.path: {path}")
+        check_base_identity(base_of(Path(local_path(path))), base, f"{KEY}.path: {path}")
     folder = config.model.path or (config.model.foundation and config.model.foundation.path)
     return {"base": base, "path": folder, **adapter.fields()}
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line, is_out_of_memory
+from omnizoo.config.hub import local_path
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.item import Port
@@ -71,7 +72,7 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> l
         if path is None:
             continue
         module: Any = model.get_submodule(name)
-        source = WeightSource(module=name, path=path, key=key, mapping=conversion_mapping(module))
+        source = WeightSource(module=name, path=local_path(path), key=key, mapping=conversion_mapping(module))
         if key.startswith("model.modalities"):
             with open_weights(source.files()) as weights:
                 source.mapping.extend(drop_prefix(weights, module))
@@ -156,7 +157,7 @@ def grown_rows(model: nn.Module, sources: Iterable[WeightSource], spec: ModelSec
 def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     """Load the unsharded model from the folder `spec.path` on the CPU. Missing or unknown weights are an error."""
     assert spec.path is not None
-    folder = Path(spec.path)
+    folder = Path(local_path(spec.path))
     config = read_model_config(spec)
     builder = auto_class(config, spec.trust_remote_code)
     if builder is None:

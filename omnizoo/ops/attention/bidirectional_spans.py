@@ -1,7 +1,7 @@
-"""Spans of bidirectional tokens, which attend to each other in both directions, in an otherwise causal sample.
+"""Find the spans of tokens that attend to each other in both directions, in samples that are otherwise causal.
 
-A span is a run of certain token ids within one sample. Spans are found on the host, so that the attention blocks are
-built once for all layers, without a host sync.
+A span is a run of certain token ids within one sample. Spans are found on the host, so the attention blocks can be
+built once for all layers without a host sync.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ SpansOfSamples = Sequence[Sequence[tuple[int, int]]]  # for each sample, its spa
 
 @dataclass(frozen=True)
 class BidirectionalTokens:
-    """Token ids of a model whose tokens, in a run of such tokens, attend to each other in both directions."""
+    """Token ids of a model. Consecutive tokens with these ids attend to each other in both directions."""
 
     tokens: tuple[int, ...]  # token ids
     modalities: tuple[str, ...] = ()  # modalities whose placeholder tokens have these ids
@@ -32,7 +32,7 @@ class BidirectionalTokens:
         return sum(count * (count - 1) // 2 for modality, count in runs if modality in self.modalities)
 
     def find(self, ids: torch.Tensor, lengths: Sequence[int]) -> "BidirectionalSpans":
-        """Find the spans in samples of these `lengths`. `ids [tokens]` are the token ids, on the host."""
+        """Find the spans in packed samples of these `lengths`. `ids [tokens]` are their token ids, on the host."""
         is_bidirectional = np.isin(ids.numpy(), self.tokens)
         spans = []
         for in_sample in np.split(is_bidirectional, np.cumsum(lengths)[:-1]):
@@ -62,7 +62,7 @@ class BidirectionalSpans:
         return causal and (self.everywhere or window is not None) and any(self.spans)
 
     def outer_window(self, window: int | None) -> int | None:
-        """Return `window` if tokens also attend to earlier tokens of their span outside it, otherwise None."""
+        """Return `window` if tokens also attend to earlier tokens of their span that are outside it, otherwise None."""
         return window if self.over_windows else None
 
     def blocks(self, window: int | None, device: torch.device) -> Blocks:

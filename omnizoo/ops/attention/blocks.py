@@ -1,8 +1,8 @@
-"""Blockwise attention: ranges of queries attend to ranges of keys. Results are merged exactly, by log-sum-exp.
+"""Blockwise attention: ranges of queries attend to ranges of keys, and the log-sum-exp merges results exactly.
 
 A pack on one rank has one block per sample. Ring attention, where keys are sent between ranks, has a few more blocks
 per sample. Tensors are token-major, `[tokens, heads, width]`, and accumulators are fp32 or better. Autograd does not
-record these functions: callers implement the backward pass with `attend_blocks_backward`.
+record these functions, so callers implement the backward pass with `attend_blocks_backward`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,13 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Queries q0 to q1 against keys k0 to k1. Each query attends to at least one key, and each key is attended to.
+    """Attention of queries q0 to q1 to keys k0 to k1.
+
+    Each query attends to at least one key, and at least one query attends to each key.
 
     Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where a `left` or `right` of -1
-    means no limit. This is the window of flash kernels, aligned at the last query and key. `first` is True for the
-    first block of its queries, whose result is written to the accumulators instead of merged into them.
+    means no limit. Flash kernels define their window in the same way: it is aligned at the last query and key. `first`
+    is True for the first block of its queries, whose result is written to the accumulators instead of merged into them.
     """
 
     q0: int
@@ -131,7 +133,7 @@ def _within(run: TokenRun, first: int, count: int) -> TokenRun | None:
 
 
 def _band_between(q: TokenRun, k: TokenRun, behind: int, ahead: int) -> AttentionBlock | None:
-    """Return the block in which each query attends from `behind` tokens before it to `ahead` tokens after it.
+    """Return the block in which each query attends to keys from `behind` tokens before it to `ahead` tokens after it.
 
     With `behind` = -1, a query attends only to later tokens. Returns None if no query attends to any key.
     """
@@ -144,8 +146,8 @@ def _band_between(q: TokenRun, k: TokenRun, behind: int, ahead: int) -> Attentio
     if num_queries <= 0 or num_keys <= 0:
         return None
 
-    # A left limit that excludes no key of the last query has no effect, nor has a right limit that excludes no key of
-    # the first query.
+    # A left limit has no effect if it excludes no key of the last query. A right limit has no effect if it excludes no
+    # key of the first query.
     left = behind + k_high - q_high
     if left >= num_keys - 1:
         left = -1
@@ -177,7 +179,7 @@ def fuse(blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel call: one block or, with `cu_seqlens`, several blocks with the same window and disjoint queries."""
+    """A kernel call for one block or, with `cu_seqlens`, for several blocks with one window and disjoint queries."""
 
     rows: slice | torch.Tensor  # indices of the queries
     keys: slice | torch.Tensor  # indices of the keys
@@ -194,7 +196,7 @@ class Blocks:
 
     @cached_property
     def per_block(self) -> list[KernelCall]:
-        """One call per block. Bands are split by rows, so that most pairs outside the band are not computed."""
+        """Calls for one block each. Bands are split by rows, so that most pairs outside the band are not computed."""
         calls = []
         for block in self.blocks:
             for band in _split_band(block):
@@ -205,7 +207,7 @@ class Blocks:
 
     @cached_property
     def grouped(self) -> list[KernelCall]:
-        """One call per group of blocks with the same window and disjoint queries, for flash kernels."""
+        """Kernel calls for flash kernels. Each call computes blocks with the same window and disjoint queries."""
         groups: list[list[AttentionBlock]] = []
         for block in self.blocks:
             for group in groups:
@@ -249,7 +251,7 @@ class Blocks:
 
 
 def _can_join(block: AttentionBlock, group: list[AttentionBlock]) -> bool:
-    """Whether `block` has the same window as the blocks in `group`, and none of their queries."""
+    """Whether `block` has the same window as the blocks in `group`, but no query in common with them."""
     representative = group[0]
     if (block.left, block.right, block.first) != (representative.left, representative.right, representative.first):
         return False
@@ -339,7 +341,10 @@ def attend_blocks_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Add the gradients to the accumulators `dq, dk, dv`, given the final `out` (in the dtype of `q`) and `lse`."""
+    """Add the gradients to the accumulators `dq, dk, dv`.
+
+    `out` (in the dtype of `q`) and `lse` are the final results of the forward pass.
+    """
     widths = q.shape[-1], q.shape[-1], v.shape[-1]
     q, k, v, out, grad_out = _same_width(q, k, v, out, grad_out)
     for call in _calls(blocks, q, softcap):
@@ -440,7 +445,7 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cpu_mask(block: AttentionBlock, q: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-    """Return the `causal` flag and the additive mask that describe the window of `block` to `flash_cpu`."""
+    """Return the arguments `causal` and `mask` with which `flash_cpu` computes the window of `block`."""
     if (block.left, block.right) == (-1, 0) and block.q1 - block.q0 == block.k1 - block.k0:
         return True, None
     is_masked = _outside_window(block, q.device)
@@ -466,10 +471,7 @@ def _outside_window(block: AttentionBlock, device: torch.device) -> torch.Tensor
 
 
 def _capped_logits(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Return the logits `[kv heads, query heads per kv head, n, m]` with scale and softcap, before the window mask.
-
-    The last dims are queries and keys.
-    """
+    """Return the logits `[kv heads, heads per kv head, queries, keys]`, with scale and softcap, without window."""
     logits = _by_group(q, k.shape[1]) @ k[0].unsqueeze(1).transpose(2, 3)
     logits = at_least_fp32(logits).mul_(scale)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -483,7 +485,7 @@ def _by_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one block in plain torch, with all logits in memory. The shapes are the same as in `flash_cpu`."""
+    """Compute one block in plain torch, with all its logits in memory. The shapes are the same as in `flash_cpu`."""
     logits = _capped_logits(q, k, scale, softcap)
     is_masked = _outside_window(block, q.device)
     if is_masked is not None:

@@ -1,8 +1,9 @@
 """Attention over packed samples, `[1, heads, tokens, width]`. Tokens attend only to tokens of their own sample.
 
 `packed_attention` selects the kernel for the device; docs/project/experiments.md has measurements. `per_sample` is the
-plain torch reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks to
-causal attention for the later tokens of a span, which the same kernels compute and which are merged exactly."""
+plain torch reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks for the
+later tokens of a span to causal attention. The same kernels compute these blocks, and the results are merged
+exactly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Boundaries:
     known: Sequence[int] | None = None  # [samples], lengths on the host; None if they are only on the device
 
     def lengths(self) -> list[int]:
-        """Return the lengths of the samples. Causes a host sync if they are only on the device."""
+        """Return the lengths of the samples. This causes a host sync if they are only on the device."""
         return self.cu_seqlens.diff().tolist() if self.known is None else list(self.known)
 
 

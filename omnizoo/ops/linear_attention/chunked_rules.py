@@ -2,9 +2,9 @@
 
 The latter covers state space duality (Dao and Gu, 2024) and lightning attention.
 
-A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` has the number of tokens of
-each run. No state is passed from one run to the next: the caller passes the state before each run. There must be at
-least one token.
+A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` contains the number of tokens
+of each run. No state is passed from one run to the next, so the caller must pass the state before each run. There must
+be at least one token.
 
 Shapes: T tokens, N runs, H heads, G groups of heads, K width of keys, V width of values.
 """
@@ -21,12 +21,12 @@ from omnizoo.ops.device import to_device
 
 Indices = npt.NDArray[np.int64]
 
-CHUNK = 64  # tokens per chunk
+CHUNK = 64  # number of tokens per chunk
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Runs split into chunks, in the order of the recurrence: the first chunk of every run, then the second, etc."""
+    """Runs split into chunks. The first chunks of all runs come first, then the second chunks, and so on."""
 
     runs_per_round: list[int]  # number of runs with at least one chunk, at least two chunks, and so on
     rows: torch.Tensor  # [chunks, CHUNK], index of each token; T for padding
@@ -37,7 +37,7 @@ class Chunks:
     def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Split `[T, H, ...]` into chunks `[chunks, H, CHUNK, ...]`.
 
-        Runs are padded with zeros, which leave the state unchanged: they neither decay it nor write to it.
+        Runs are padded with zeros, which leave the state unchanged, because they neither decay it nor write to it.
         """
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows].transpose(1, 2)
 
@@ -122,12 +122,13 @@ def delta_rule(
         query_products = (q @ k.mT) * decay_between
         g = g.unsqueeze(-1)
     else:
-        # With one decay per channel, the decay is part of the product over channels.
+        # If each channel has its own decay, the decay is part of the product over channels.
         key_products = _decayed_products(k, k, g, is_later)
         query_products = _decayed_products(q, k, g, is_later)
     decay_since_start = g.exp()
     end = g[:, :, -1:]
-    # Within a chunk, a token's update depends on the updates of earlier tokens, which gives a triangular system.
+    # Within a chunk, a token's update depends on the updates of earlier tokens, so the updates solve a triangular
+    # system.
     system = b * key_products.tril(-1) + torch.eye(CHUNK, dtype=value.dtype, device=value.device)
     solved = torch.linalg.solve_triangular(
         system, torch.cat([b * v, b * k * decay_since_start], -1), upper=False, unitriangular=True
@@ -137,7 +138,8 @@ def delta_rule(
     k = k * (end - g).exp()
     chunk_decay = end.exp().mT  # [chunks, H, K or 1, 1]
 
-    # `split` instead of slices in the loop: the backward of each slice would allocate a gradient of the full size.
+    # Use `split` instead of slices in the loop, because the backward of each slice would allocate a gradient of the
+    # full size.
     per_chunk = (written, read, q, query_products, chunk_decay, k)
     rounds = zip(*(x.split(chunks.runs_per_round) for x in per_chunk), strict=True)
     state = state[chunks.order]

@@ -4,7 +4,8 @@ If the device does not support them, or the package is not installed, the functi
 plain torch.
 
 A kernel computes all runs at once, given their lengths and the state before each run. The tests do not run the real
-kernels: they check the selection with stand-ins, and the calls follow the documentation of the packages.
+kernels. They check the selection with stand-ins, and the arguments of the calls follow the documentation of the
+packages.
 """
 
 import logging
@@ -61,7 +62,7 @@ def find_kernel(module: str, name: str, layers: str) -> Any:
     """
     package = module.partition(".")[0]
     if find_spec(package) is None:
-        log.info("%s use plain torch; install %s for faster kernels", layers, package)
+        log.info("%s use plain torch. Install %s for faster kernels.", layers, package)
         return None
     log.info("%s use %s.%s", layers, module, name)
     return getattr(import_module(module), name)

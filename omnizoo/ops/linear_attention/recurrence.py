@@ -20,8 +20,8 @@ from omnizoo.ops.linear_attention.kernels import rule_kernel
 class RecurrentInputs:
     """Inputs of the recurrence on the state `S [K, V]` of each head.
 
-    Each token decays the state, S <- exp(decay) S, then adds `beta k v` to it, or `beta k (v - k S)` by the delta rule,
-    and then outputs `scale q S`.
+    Each token first decays the state, S <- exp(decay) S. It then adds `beta k v` to the state, or `beta k (v - k S)`
+    under the delta rule, and outputs `scale q S`.
     """
 
     query: torch.Tensor  # [T, G, K]; G divides H, and adjacent heads share a query and a key
@@ -39,7 +39,7 @@ class RecurrentInputs:
         return torch.promote_types(self.value.dtype, torch.float32)
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentInputs":
-        """Return a copy with `change` applied to every tensor."""
+        """Return a copy of these inputs with `change` applied to every tensor."""
         return replace(
             self,
             query=change(self.query),
@@ -105,11 +105,12 @@ def _to_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StatelessRuns:
-    """Results of runs with initial states of zero, and the data to compute the effect of other initial states."""
+    """Results of runs whose initial states are zero, and the data to compute the effect of other initial states."""
 
     out: torch.Tensor  # [T, H, V], output without initial states
     reads: Sequence[torch.Tensor]  # one [L, H or G, K] per run; its product with the initial state is added to `out`
-    # One [L, H] per run: decay since the start of the run; None if `reads` already includes it.
+    # One [L, H] per run: factor by which the state has decayed since the start of the run; None if `reads` already
+    # includes it.
     decay: Sequence[torch.Tensor] | None
     effect: torch.Tensor  # [N, H, K, V + K or V + 1], final state, and the map or factor applied to an initial state
 
@@ -149,7 +150,7 @@ def _linear_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> S
     assert not inputs.is_unit, "only delta rules normalize queries and keys"
     out, states_after = run_recurrence(inputs, lengths)
 
-    # The cumulative sum is computed per run: over all runs it would lose precision.
+    # The cumulative sum is computed for each run separately, because a sum over all runs would lose precision.
     decays = [decay.cumsum(0).exp() for decay in inputs.decay.to(inputs.wide_dtype).split(list(lengths))]
     if decays:
         run_decay = torch.stack([decay[-1] for decay in decays])

@@ -1,7 +1,7 @@
 """A short causal depthwise convolution over runs of tokens.
 
-A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` has the number of tokens of
-each run. Runs are independent: the caller passes the last tokens before each run.
+A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` contains the number of tokens
+of each run. Runs are independent, so the caller must pass the last tokens before each run.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def convolve(
 def _padded_order(lengths: tuple[int, ...], padding: int) -> tuple[Indices, Indices]:
     """Return the row order that puts the `padding` preceding rows before each run, and the indices of outputs to keep.
 
-    The rows index the tokens followed by the preceding rows of all runs. The second array has the indices of the tokens
-    in the output of a convolution without padding.
+    The indices of rows refer to all tokens, followed by the preceding rows of all runs. The second array contains the
+    indices of the tokens in the output of a convolution without padding.
     """
     empty = np.empty(0, np.int64)
     rows = [empty]

@@ -13,7 +13,7 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Return the sum over rows of -log softmax(logits)[targets], in fp32 or better; 0 without rows.
+    """Return the sum over rows of -log softmax(logits)[targets], in fp32 or better. Without rows, the sum is 0.
 
     Args:
         logits: `[rows, vocabulary]`.

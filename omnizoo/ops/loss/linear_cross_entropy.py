@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.device import is_host
 
-CHUNK = 2**27  # logits per chunk, 512 MiB in fp32; each chunk reads and writes the gradient of the weight once
+CHUNK = 2**27  # logits per chunk, 512 MiB in fp32. Each chunk reads and writes the gradient of the weight once.
 CHUNK_ON_HOST = 2**23  # logits per chunk on CPUs, where matmuls of fewer rows are as fast
 IN_CACHE = 2**18  # logits that stay in the cache of a CPU between elementwise operations
 
@@ -47,8 +47,8 @@ def linear_cross_entropy_sum(
 ) -> torch.Tensor:
     """Return the sum over rows of weight x (cross entropy + z_loss x log-sum-exp squared).
 
-    The matmul of the head is in the dtype of `hidden`. All later operations, including sums over chunks, are in fp32 or
-    better. Backward can run only once.
+    The matmul of the head is computed in the dtype of `hidden`. All later operations, including sums over chunks, are
+    computed in fp32 or better. Backward can run only once.
 
     Args:
         hidden: `[rows, width]`, hidden states before the head.
@@ -60,7 +60,7 @@ def linear_cross_entropy_sum(
         chunk: Maximum number of logits in memory; None for the default of the device.
 
     Returns:
-        A scalar; without rows it is 0, with gradients of zeros.
+        A scalar. Without rows, it is 0 and its gradients are zeros.
     """
     rows = max(1, (chunk or max_logits(hidden.device)) // len(head.weight))
     settings = _Settings(
@@ -78,7 +78,7 @@ class _Settings:
     z_loss: float
     scale: float  # factor of the logits
     softcap: float | None
-    chunk_rows: int  # rows whose logits are in memory at a time
+    chunk_rows: int  # number of rows whose logits are in memory at the same time
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,8 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden), settings.chunk_rows):
             chunk = slice(first, first + settings.chunk_rows)
             chunk_hidden = hidden[chunk]
-            # Do not assign the logits in the dtype of the head, or views of `grad`, to a name: it would keep them in
-            # memory.
+            # Do not assign the logits in the dtype of the head, or views of `grad`, to a name, because the name would
+            # keep them in memory.
             grad = _head_output(chunk_hidden, weight, bias).to(wide_dtype)
             chunk_weights = None if weights is None else weights[chunk].to(wide_dtype)
             _add_chunk_loss(total, grad, targets[chunk], chunk_weights, settings)

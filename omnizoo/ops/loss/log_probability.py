@@ -1,4 +1,4 @@
-"""Log-probabilities of targets, from logits or, with only a few rows of logits in memory, from hidden states."""
+"""Compute log-probabilities of targets from logits, or from hidden states with only a few rows of logits in memory."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor, none: int = N
 def by_rows(
     work: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return `work(hidden, targets)`, `[N]`, computed `rows` rows at a time.
+    """Return `work(hidden, targets)`, `[N]`, but compute only `rows` rows at a time.
 
     Backward recomputes intermediate results.
     """

@@ -1,4 +1,4 @@
-"""The cost of a forward pass: the bytes that it keeps for backward, and the time that its operators take.
+"""Measure the cost of a forward pass: the bytes that it keeps for backward, and the time that its operators take.
 
 Time is measured on real devices. On the device of a dry run it is estimated from FLOPs and bytes, so that plans are
 deterministic.
@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def measure_kept_bytes(self) -> None:
-        """Set `kept` to the bytes of all tensors that are still alive. Freed gathered weights have a size of 0."""
+        """Set `kept` to the bytes of all tensors that are still alive. Freed gathered weights count as 0 bytes."""
         bytes_by_storage = {}
         for reference in self._storages.values():
             storage = reference()
@@ -88,6 +88,6 @@ def estimate_seconds(func: Any, args: Sequence[Any], outputs: Sequence[torch.Ten
     flops = 0
     if "mm" in name and len(tensors) > 1:
         flops = 2 * math.prod(outputs[0].shape) * tensors[-2].shape[-1]
-    elif "attention" in name and len(tensors) > 1:  # causal, as if the pack were a single sample: an upper bound
+    elif "attention" in name and len(tensors) > 1:  # upper bound: causal attention over a pack with a single sample
         flops = 2 * tensors[0].numel() * (tensors[1].numel() // tensors[1].shape[-1])
     return flops / FLOPS + num_bytes / BYTES

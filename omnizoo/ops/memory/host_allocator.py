@@ -1,11 +1,11 @@
-"""Settings of the host allocator, so that memory freed in one step is reused in the next."""
+"""Configure the host allocator so that memory freed in one step is reused in the next."""
 
 import ctypes
 import os
 import sys
 
-# Parameters of `mallopt` in glibc's malloc.h: the amount of free memory at the top of the heap above which it is
-# returned to the system, and the size from which each allocation is mapped separately.
+# Parameters of `mallopt` in glibc's malloc.h. TRIM_THRESHOLD: if more memory than this is free at the top of the heap,
+# it is returned to the system. MMAP_THRESHOLD: allocations of at least this size are mapped separately.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 NEVER = -1
@@ -20,7 +20,8 @@ def keep_freed_memory() -> bool:
     takes a seventh of a step on a CPU (docs/project/experiments.md).
 
     Returns:
-        Whether the setting was changed. It is not changed without glibc, or if the user has set one of `SETTINGS`.
+        Whether the setting was changed. It is not changed if the C library is not glibc, or if the user has set one of
+        `SETTINGS`.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in SETTINGS):
         return False

@@ -21,12 +21,12 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops.device import available_memory, is_host
 from omnizoo.ops.torch_private import storage_key
 
-MIN_BYTES = 2**18  # smaller tensors are not offloaded: launching the copy takes as long as the copy itself
+MIN_BYTES = 2**18  # smaller tensors are not offloaded, because launching the copy takes as long as the copy itself
 
 
 @dataclass
 class DeviceCopy:
-    """A tensor on the device that the copy stream may still be writing."""
+    """A tensor on the device, to which the copy stream may still be writing."""
 
     tensor: torch.Tensor
     event: Any = None  # recorded when the copy is complete; None if no wait is needed
@@ -40,7 +40,7 @@ class DeviceCopy:
 
 
 class HostBuffers:
-    """Copies between the device and host memory, on a separate stream."""
+    """Copies tensors between the device and host memory on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -148,7 +148,7 @@ class BlockActivations:
             offloaded, offloaded_storage = self.items[key]
             if offloaded_storage() is storage:
                 item = offloaded()
-        if item is None:  # a new tensor, or one at the address of a freed tensor
+        if item is None:  # the tensor is new, or has the address of a freed tensor
             item = OffloadedTensor(host, tensor)
             self.items[key] = weakref.ref(item), weakref.ref(storage)
             self.bytes += tensor.nbytes
@@ -178,7 +178,7 @@ class Offload:
             is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
             if tensor.device != self.host.device or tensor.nbytes < self.min_bytes or is_expanded:
                 return tensor
-            # Computed for each tensor, because the experts of a block are gathered during its forward pass.
+            # This is computed for each tensor, because the experts of a block are gathered during its forward pass.
             weight_keys = {storage_key(getattr(p, "_local_tensor", p)) for p in block.parameters()}
             if storage_key(tensor) in weight_keys:
                 return tensor
@@ -203,7 +203,7 @@ class Offload:
         self._check_host_memory(activations)
 
     def _check_host_memory(self, activations: BlockActivations) -> None:
-        """Check that the activations of all blocks fit in host memory, judging by the first offloaded block."""
+        """Check that the activations of all blocks fit in host memory, if each needs as much as the first."""
         if self._is_checked or not activations.bytes:
             return
         self._is_checked = True
@@ -214,13 +214,13 @@ class Offload:
             raise UserError(
                 f"parallel.offload: the activations of {self.blocks} blocks need about "
                 f"{(needed + bytes_per_block) / 2**30:,.3g} GiB of host memory for the ranks of this node "
-                f"({self.ranks}), but {available / 2**30:,.3g} GiB are available. Recompute more "
+                f"({self.ranks}), but {available / 2**30:,.3g} GiB are available. Recompute more activations "
                 "(parallel.recompute: full), or lower data.pack_tokens."
             )
 
 
 class OffloadedState:
-    """Offload of tensors that are the same in every step, such as optimizer state, and are restored in place."""
+    """Offload of tensors that persist over steps, such as optimizer state. They are restored in place."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self.host: Any = HostBuffers(device)
@@ -230,7 +230,7 @@ class OffloadedState:
         self._offloaded: list[torch.Tensor] = []  # device tensors whose memory is freed
 
     def offload(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors` to host memory and free them on the device. They must not be used until `restore`.
+        """Copy `tensors` to host memory and free them on the device. They must not be used before `restore` is called.
 
         Raises:
             UserError: If the tensors do not fit in host memory.

@@ -1,4 +1,4 @@
-"""Tiling of row-wise layers: they are computed a few tokens at a time, so their memory does not grow with the pack.
+"""Compute row-wise layers a few tokens at a time (in tiles), so that their memory does not grow with the pack.
 
 The forward pass saves only the input rows, and no intermediate results. The backward pass recomputes one tile at a time
 and computes its gradients. Gradients of weights are accumulated in place, in fp32 or better.
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from omnizoo.ops.precision import at_least_fp32, keep_precision
 from omnizoo.ops.torch_private import Recomputation, TorchDispatchMode, tree_leaves
 
-ROWS = 13  # rows of the test input of `is_row_wise`; differs from every width of a model
+ROWS = 13  # number of rows in the test input of `is_row_wise`; no width of a model is equal to it
 MATMULS = {"mm", "addmm", "bmm"}
-# Operators that change shapes, split or reduce. The shapes of their outputs show whether they keep the rows apart.
+# Operators that reshape, split or reduce tensors. The shapes of their outputs show whether they keep the rows apart.
 ROW_WISE = {
     *("view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze", "squeeze", "expand"),
     *("split", "slice", "chunk", "split_with_sizes", "select"),
@@ -28,7 +28,7 @@ ROW_WISE = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiling of a module: call `Tiles(...)(module, compute, rows, ...)` instead of `compute(rows, ...)`."""
+    """Computes a module in tiles. Call `Tiles(...)(module, compute, rows, ...)` instead of `compute(rows, ...)`."""
 
     tokens: int  # maximum number of tokens of a tile
     recomputation: Recomputation
@@ -46,7 +46,7 @@ class Tiles:
 
         Args:
             module: Contains the weights that `compute` uses.
-            compute: Row-wise function: each output row depends only on the same row of the inputs.
+            compute: Row-wise function, in which each output row depends only on the same row of the inputs.
             rows: `[tokens, ...]`.
             others: More inputs with the same number of rows.
         """
@@ -82,7 +82,7 @@ def _forward(
 
 
 class _Enter(torch.autograd.Function):
-    """Saves the inputs before the tiles are computed, so that recomputation of the enclosing block stops here."""
+    """Saves the inputs of the tiles, so that recomputation of the enclosing block can stop before the tiles."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,7 +134,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         tiles: Tiles = ctx.tiles
         inputs = (ctx if ctx.entered is None else ctx.entered).saved_tensors
-        first = 5  # number of arguments of `forward` before the tensors
+        first = 5  # number of arguments of `forward` that come before the tensors
         needs_grad = ctx.needs_input_grad[first : first + ctx.count]
         gradients = [torch.empty_like(x) if needs else None for x, needs in zip(inputs, needs_grad, strict=True)]
         with summed_gradients(ctx.module) as weight_gradients:
@@ -247,7 +247,7 @@ def _operator_name(func: Any) -> str:
 def _keeps_rows(func: Any, args: Sequence[Any]) -> bool:
     """Whether the operator is known to compute each row independently."""
     name = _operator_name(func)
-    if name in MATMULS:  # only rows times weights, not rows times rows
+    if name in MATMULS:  # rows may be multiplied by weights, but not by rows
         return sum(_has_rows(x) for x in args if isinstance(x, torch.Tensor)) == 1
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_pointwise = torch.Tag.pointwise in func.tags

@@ -1,7 +1,8 @@
-"""All-gather and reduce-scatter of FSDP2 on CPU, implemented with point-to-point messages.
+"""Implement all-gather and reduce-scatter of FSDP2 on CPUs with point-to-point messages.
 
-gloo's collectives (torch 2.13) copy their data several times. For 25 MB on two ranks they take 16 and 22 ms of CPU
-time, while the functions here take 6 ms (benchmarks/gloo.py). On accelerators, FSDP2 uses the backend's collectives.
+gloo's collectives (torch 2.13) copy their data several times. For 25 MB on two ranks, they take 16 ms (all-gather) and
+22 ms (reduce-scatter) of CPU time, while the functions here take 6 ms each (benchmarks/gloo.py). On accelerators, FSDP2
+uses the backend's collectives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -109,8 +110,9 @@ def _exchange(
 def set_collectives(unit: FSDPModule, group: dist.ProcessGroup) -> None:
     """Make `unit` gather weights and reduce gradients with point-to-point messages, if `group` uses gloo.
 
-    A single rank keeps torch's reduce-scatter, which copies the input to the output. The two buffers must differ,
-    because torch reuses the input after the copy while it still accumulates from the output.
+    If there is a single rank, the unit keeps torch's reduce-scatter, which copies the input to the output. The two
+    buffers must differ, because torch reuses the input buffer after the copy, while it still accumulates gradients from
+    the output.
     """
     if group.size() > 1 and dist.get_backend(group) == "gloo":
         # torch's base classes are private, but their methods are documented.

@@ -67,7 +67,7 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterat
 def fill(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy full tensors, one at a time, into this rank's shards.
 
-    All ranks must pass the same `weights`. There is no communication.
+    The ranks do not communicate, so all of them must pass the same `weights`.
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, full in weights:

@@ -1,4 +1,4 @@
-"""Gradient norm over all parameters, however they are sharded, and gradient clipping."""
+"""Compute the gradient norm over all parameters, independently of how they are sharded, and clip gradients."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from omnizoo.ops.device import has_float64, to_device
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 from omnizoo.parallel.traffic_tag import sent_along
 
-ROW = 1024  # elements that `sum_of_squares` sums in the dtype of the tensor
+ROW = 1024  # how many elements `sum_of_squares` adds in the dtype of the tensor
 # The key None is for unsharded parameters.
 GradientGroups = dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]]
 
@@ -42,9 +42,9 @@ def sum_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's part of the squared L2 norm of all gradients, on `device`.
 
-    The sum over all ranks is the squared norm that one process would compute. Ranks that hold copies of a shard have
-    the same gradient, because HSDP all-reduces it in backward, so each of these ranks counts an equal fraction of the
-    square.
+    The sum over all ranks is the squared norm that one process would compute. Under HSDP, several ranks hold copies of
+    a shard and have the same gradient, because backward all-reduces it. Each of these ranks contributes an equal
+    fraction of the square.
     """
     squares = []
     for mesh_and_placements, group in _by_placement(parameters).items():
@@ -59,11 +59,11 @@ def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> to
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of all elements, precise enough not to depend on how they are sharded.
+    """Return the sum of squares of all elements, with enough precision that it does not depend on the sharding.
 
-    A single fp32 sum over ten million elements varies by 2e-5 with the order of additions. Therefore rows of `ROW`
-    elements are summed in the dtype of the tensor, with one kernel per tensor, and the sums of the rows are added in
-    fp64 if the device supports it.
+    A single fp32 sum over ten million elements varies by 2e-5 if the order of the additions changes. Therefore rows of
+    `ROW` elements are summed in the dtype of the tensor, with one kernel per tensor, and the sums of the rows are added
+    in fp64 if the device supports it.
     """
     norms = []
     for tensor in tensors:
@@ -77,7 +77,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_divisor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the divisor that reduces a gradient norm of `norm` to at most `limit`, as in torch's clipping."""
+    """Return the number by which gradients with norm `norm` are divided to clip them to `limit`, as in torch."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 

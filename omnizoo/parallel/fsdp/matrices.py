@@ -1,4 +1,4 @@
-"""Apply a function to full matrices of sharded tensors.
+"""Apply a function to the full matrices of sharded tensors.
 
 Each matrix is gathered on one rank, which computes the result and sends every rank its shard of it.
 """
@@ -25,7 +25,7 @@ class _Job:
     tensor: int  # index of the tensor
     first: int
     last: int
-    dim: int  # dim that is split over the ranks: -2 or -1
+    dim: int  # the dim that is split over the ranks, -2 or -1
     shape: tuple[int, int]  # (m, n) of a full matrix
     sizes: tuple[int, ...]  # size of `dim` on each rank
 
@@ -36,14 +36,14 @@ class _Job:
         return (self.last - self.first) * m * n * min(m, n)
 
     def shape_on(self, rank: int) -> tuple[int, int, int]:
-        """Return the shape of the shards that `rank` holds, `[matrices, m, n]` with `dim` reduced."""
+        """Return the shape `[matrices, m, n]` of the shards that `rank` holds. They are smaller in `dim`."""
         count = self.last - self.first
         m, n = self.shape
         size = self.sizes[rank]
         return (count, size, n) if self.dim == -2 else (count, m, size)
 
     def numel_on(self, rank: int) -> int:
-        """Return the number of elements that `rank` holds."""
+        """Return the number of elements in the shards that `rank` holds."""
         count, m, n = self.shape_on(rank)
         return count * m * n
 
@@ -54,11 +54,11 @@ def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> lis
 
     A rank that holds full matrices, such as whole experts, processes them locally. Other matrices are assigned to the
     ranks that share them, balanced by cost. One all-to-all sends the shards to these ranks and another returns the
-    results, so the communication and computation of a rank are in proportion to its shards.
+    results. The communication and computation of a rank are therefore proportional to the size of its shards.
 
     Args:
         tensors: Tensors `[..., m, n]`, sharded or not.
-        function: Maps `[matrices, m, n]` to `[matrices, m, n]`, each matrix independently.
+        function: Maps `[matrices, m, n]` to `[matrices, m, n]` and treats each matrix independently.
 
     Returns:
         This rank's shards of the results.

@@ -25,7 +25,8 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     """Return the mixed-precision policy for `precision`.
 
     bf16 computes with bf16 copies of fp32 weights and reduces gradients in fp32. fp32 and fp64 use a single dtype.
-    FSDP2's input casting is off, because it would also cast positions and targets. `cast_activations` replaces it.
+    Input casting by FSDP2 is turned off, because it would also cast positions and targets. `cast_activations` casts the
+    activations instead.
     """
     if precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -47,7 +48,7 @@ class Units:
     embedding: nn.Module | None = None
     head: nn.Module | None = None
     replicated: Sequence[nn.Parameter] = ()  # parameters that are not sharded and keep their dtype
-    idle: Sequence[nn.Module] = ()  # modules that training never runs; separate units, so they are never gathered
+    idle: Sequence[nn.Module] = ()  # modules that training never runs; as separate units, they are never gathered
 
 
 def shard(
@@ -78,7 +79,7 @@ def shard(
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
-    """Make each block start the all-gather of the next block's weights when it starts, in forward and in backward.
+    """When a block starts, also start the all-gather of the next block's weights, in forward and in backward.
 
     Without this, FSDP2 starts the all-gather when the host reaches the next block. That is too late if a block contains
     a host sync, as MoE blocks do. `blocks` lists the blocks in order of execution, each followed by its inner units.
@@ -130,12 +131,12 @@ def make_unit(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule
     """
     unit = fully_shard(module, mesh=mesh, **options)
     set_collectives(unit, mesh.get_group(mesh.ndim - 1))
-    # A single rank does not set a divide factor: torch 2.13 would copy every gradient to divide it by 1.
+    # With a single rank, do not set a divide factor, because torch 2.13 would copy every gradient to divide it by 1.
     if mesh.size() == 1:
         use_in_place(unit)
     else:
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # a plain sum, because gloo has no pre-multiplied sum
+        unit.set_force_sum_reduction_for_comms(True)  # a plain sum, because gloo cannot sum scaled values
     return unit
 
 
@@ -152,8 +153,8 @@ def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:
     Args:
         model: The root FSDP2 unit.
         last: Whether this is the last micro-batch of the step. By default, only the last micro-batch reduces gradients.
-        reduce_each: Whether to reduce-scatter the gradients of every micro-batch, so that only local shards are kept.
-            HSDP still all-reduces once per step.
+        reduce_each: Whether to reduce-scatter the gradients of every micro-batch, so that only the gradients of local
+            shards are kept. HSDP still all-reduces gradients once per step.
     """
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)

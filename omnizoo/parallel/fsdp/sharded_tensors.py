@@ -1,4 +1,4 @@
-"""Helpers for tensors that may be sharded (DTensor): local shard, offsets, sums over shards."""
+"""Helpers for tensors that may be sharded (DTensor), such as local shards, offsets and sums over shards."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of `tensor`, or `tensor` if it is not sharded. Not differentiable."""
+    """Return the local shard of `tensor`, or `tensor` if it is not sharded. Do not backpropagate through it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -87,7 +87,7 @@ def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> to
 def sum_over_shards(
     values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], dims: Sequence[Collection[int] | None]
 ) -> list[torch.Tensor]:
-    """Sum each value over the ranks that split its parameter. Collective: all ranks must call it.
+    """Sum each value over the ranks that its parameter is sharded over. Collective: all ranks must call it.
 
     Values that are summed over the same ranks share one all-reduce.
 

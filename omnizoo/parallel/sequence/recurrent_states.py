@@ -1,4 +1,4 @@
-"""Recurrent layers under sequence parallelism: short convolutions and recurrences over tokens on several ranks.
+"""Run recurrent layers (short convolutions and recurrences) under sequence parallelism, over tokens on several ranks.
 
 A rank holds stretches (contiguous tokens) of samples. A convolution needs the few tokens before each stretch, which
 other ranks send. A recurrence is computed in one of two ways, whichever sends less:
@@ -48,7 +48,7 @@ def find_stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[li
 
     Args:
         slices: For each rank, the indices of its tokens in the pack.
-        lengths: Tokens of each sample of the pack.
+        lengths: Number of tokens of each sample of the pack.
     """
     starts = np.array([0, *accumulate(lengths)])
     stretches_by_rank: list[list[Stretch]] = []
@@ -118,7 +118,7 @@ class Recurrence:
 
     @property
     def local_lengths(self) -> list[int]:
-        """Tokens of each stretch of this rank."""
+        """Number of tokens of each stretch of this rank."""
         return [stretch.length for stretch in self.local_stretches]
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -132,15 +132,16 @@ class Recurrence:
             sending, row_index = self._halo(num_before)
             received = exchange_rows(x[sending.rows], sending.sent, sending.received, self.group, "sp")
             before = torch.cat([received, received.new_zeros(1, x.shape[1])])[row_index]
-            # The exchange in backward is a collective. A rank reaches it only if its output depends on the received
-            # rows, even if it uses none of them.
+            # The exchange in backward is a collective. A rank takes part in it only if its output depends on the
+            # received rows, so make the output depend on them even if the rank uses none of them.
             before = before + 0 * received.sum()
         return convolve(x, weight, bias, self.local_lengths, before)
 
     def run_recurrence(self, inputs: RecurrentInputs, method: str | None = None) -> torch.Tensor:
         """Return the output for this rank's tokens, `[tokens, heads, value width]`. Collective: all ranks must call it.
 
-        `method` is `states` or `heads`. None selects the method for which the busiest rank sends fewer bytes.
+        `method` is `states` or `heads`. If `method` is None, select the method for which the busiest rank sends fewer
+        bytes.
         """
         if not self.has_split_samples:
             return ops.run_recurrence(inputs, self.local_lengths)[0]
@@ -150,7 +151,7 @@ class Recurrence:
         return self._by_heads(inputs) if method == "heads" else self._by_states(inputs)
 
     def bytes_sent(self, inputs: RecurrentInputs) -> dict[str, list[int]]:
-        """Return the bytes that each rank sends in a forward pass, keyed by method. Impossible methods are omitted.
+        """Return the bytes that each rank sends in a forward pass, keyed by method. Unsupported methods are omitted.
 
         By states: `H K (V + K)` fp32 numbers (delta rule), or `H K (V + 1)`, for each stretch and each rank that holds
         later stretches of its sample (H heads, K and V the widths of keys and values). By heads: query, key, value and
@@ -217,7 +218,7 @@ class Recurrence:
                     outputs[stretch.index] = outputs[stretch.index] + stateless.contribution(stretch.index, state)
                 if stretch in received_row:
                     state = ops.advance(effects[received_row[stretch]], state, value_width)
-        # The exchange in backward is a collective. A rank reaches it only if its output depends on `received`.
+        # The exchange in backward is a collective. A rank takes part in it only if its output depends on `received`.
         return torch.cat([stateless.out[:0], *outputs]) + 0 * received.sum().to(stateless.out.dtype)
 
     def _by_heads(self, inputs: RecurrentInputs) -> torch.Tensor:
@@ -316,7 +317,7 @@ class Recurrence:
 
     @cached_property
     def _pair_rows(self) -> tuple[Sending, dict[Stretch, int]]:
-        """The exchange of (M, U) pairs for `_by_states`, and the received row of each pair that this rank needs."""
+        """Plan of the exchange of (M, U) pairs for `_by_states`, and the received row of each pair of this rank."""
         later_ranks = [entry for chain in self.chains.values() for entry in _later(chain)]
         sending, received_index = self._plan_sending(
             (destination, stretch.rank, stretch.index)

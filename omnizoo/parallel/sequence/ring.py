@@ -26,11 +26,11 @@ from omnizoo.parallel.traffic_tag import sent_along
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring from the perspective of one rank: token counts of all ranks, and attention blocks for its queries."""
+    """Data of one rank for ring attention: token counts of all ranks, and attention blocks for its own queries."""
 
     group: dist.ProcessGroup
     rank: int
-    tokens: Sequence[int]  # tokens of each rank
+    tokens: Sequence[int]  # number of tokens of each rank
     blocks: Sequence[Blocks]  # for each rank, the blocks between this rank's queries and that rank's keys
     kv_repeats: Sequence[int] | None  # number of query heads of each kv head; None if it is the same for all kv heads
 
@@ -135,7 +135,7 @@ class _RingAttention(torch.autograd.Function):
             attend_blocks_backward(grad_out, q, keys, values, out, lse, blocks, ctx.scale, ctx.softcap, dq, dk, dv)
             if ring.kv_repeats is not None:
                 step_grads = _message(sum_repeated(dk, ring.kv_repeats), sum_repeated(dv, ring.kv_repeats))
-            # Wait only now, so that the transfer overlaps with the computation of this block.
+            # Wait here and not earlier, so that the transfer overlaps with the computation of this block.
             if gradients is not None:
                 step_grads = step_grads.add_(gradients.wait())
             gradients = ring.pass_on(step_grads, width, step)
@@ -174,5 +174,5 @@ def repeat_kv(x: torch.Tensor, repeats: Sequence[int] | None) -> torch.Tensor:
 
 
 def sum_repeated(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Sum the gradients of repeated kv heads: the backward of `repeat_kv`."""
+    """Sum the gradients of repeated kv heads. This is the backward of `repeat_kv`."""
     return torch.cat([heads.sum(1, keepdim=True) for heads in x.split(list(repeats), 1)], 1)

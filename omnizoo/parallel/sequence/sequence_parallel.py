@@ -1,7 +1,7 @@
-"""Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack.
+"""Sequence parallelism, in which the ranks of a ring x Ulysses grid share the tokens of a pack.
 
 Each rank selects its tokens with `SequenceParallel.index` before the forward pass. Only attention and recurrent layers
-communicate: the model's attention interface calls the `SequenceParallel` object, and recurrent layers call its
+communicate. The model's attention interface calls the `SequenceParallel` object, and recurrent layers call its
 `convolve` and `run_recurrence`. All other layers process each token independently and need no change.
 """
 
@@ -127,8 +127,8 @@ class SequenceParallel:
         """
         if pattern.dropout > 0.0 and self.ring > 1:
             raise UserError(
-                f"parallel.ring: {self.ring} does not support attention dropout, which is {pattern.dropout}. Set the "
-                f"model's attention_dropout to 0, or use parallel.ulysses: {self.ring * self.ulysses} with ring 1."
+                f"parallel.ring: {self.ring} does not support attention dropout, which the model sets to "
+                f"{pattern.dropout}. Set its attention_dropout to 0, or use parallel.ulysses: {self.ring * self.ulysses} with ring 1."
             )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.ulysses == 1:

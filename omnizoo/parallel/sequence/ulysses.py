@@ -25,9 +25,9 @@ Start = Callable[[torch.Tensor, Ranges], Callable[[], torch.Tensor]]
 class HeadSplit:
     """The query heads and kv heads of each Ulysses rank. Several ranks may need the same kv head."""
 
-    heads: Ranges  # (first, end) of the query heads of each rank
-    kv_heads: Ranges  # (first, end) of the kv heads of each rank; ranges may overlap
-    group_size: int  # query heads per kv head
+    heads: Ranges  # for each rank, (first, end) of its query heads
+    kv_heads: Ranges  # for each rank, (first, end) of its kv heads; ranges may overlap
+    group_size: int  # number of query heads per kv head
 
     def kv_repeats(self, rank: int) -> list[int] | None:
         """Return the number of local query heads of each local kv head, or None if it is the same for all kv heads."""
@@ -69,7 +69,7 @@ class Exchange:
     group: dist.ProcessGroup
     axis: str  # mesh axis of `group`
     rank: int
-    tokens: Sequence[int]  # tokens of each rank
+    tokens: Sequence[int]  # number of tokens of each rank
     overlap: bool  # whether the transfer of one tensor overlaps with packing the next
 
     def start_gather(self, x: torch.Tensor, ranges: Ranges) -> Callable[[], torch.Tensor]:
@@ -97,7 +97,7 @@ class Exchange:
 
         Returns:
             A function that waits for the collective and returns all heads of this rank's tokens,
-            `[local tokens, heads, width]`. Heads that several ranks have are summed.
+            `[local tokens, heads, width]`. If several ranks have the same head, their values are summed.
         """
         local_tokens = self.tokens[self.rank]
         local_heads, width = x.shape[1:]

@@ -16,11 +16,19 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import Modality
 from omnizoo.modalities.files.decoding import VIDEO_OPTIONS
 from omnizoo.modalities.files.video import VideoInfo, read_frames, video_info
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
-from omnizoo.recipes.shared.encoders import EncoderSpec, check_frame_options, checked_settings, preview_frames
+from omnizoo.models.recipe import Options
+from omnizoo.recipes.shared.encoders import (
+    EncoderSpec,
+    build_modalities,
+    check_frame_options,
+    checked_settings,
+    preview_frames,
+)
 from omnizoo.recipes.shared.qwen_image import (
     BEGIN,
     END,
@@ -229,6 +237,22 @@ class TimedVideoEncoder(InterpolatedVideoEncoder):
         for seconds in times[:, [0, -1]].mean(1):
             layout += [f"<{seconds:.1f} seconds>{BEGIN}", placeholders, END]
         return tuple(layout)
+
+
+def timed_modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the encoders of Qwen3-VL.
+
+    The option `outer_markers` of videos sets whether vision markers surround the whole video, in addition to those of
+    each step. transformers keeps the outer pair since version 5; version 4.57 and vLLM replace it.
+    """
+    video_options = dict(options.get("video", {}))
+    outer_markers = video_options.pop("outer_markers", True)
+    if not isinstance(outer_markers, bool):
+        raise UserError(f"{OPTIONS}.outer_markers: {outer_markers!r} is not true or false")
+    specs = visual_specs(InterpolatedImageEncoder, TimedVideoEncoder)
+    if not outer_markers:
+        specs["video"] = replace(specs["video"], begin="", end="", marks=(BEGIN, END))
+    return build_modalities(specs, model, folder, {**options, "video": video_options})
 
 
 class WindowedVideoEncoder(WindowedImageEncoder, QwenVideoEncoder):

@@ -21,10 +21,12 @@ class Answer:
     Attributes:
         question: The prompt, in readable form.
         text: The text of the response.
-        expected: The text of the expected response; None if the row has none.
+        expected: The text of the expected response, as the chat template writes it: with reasoning, an empty think
+            block or tool calls, without special tokens. None if the row has none.
         files: Files of generated media.
         row: The held-out row.
         where: Name of the row, for messages.
+        has_expected_media: Whether the generated media have the content of those in the expected response.
     """
 
     question: str
@@ -33,14 +35,17 @@ class Answer:
     files: Sequence[Path] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    has_expected_media: bool = True
 
 
 def exact_match(answer: Answer) -> bool | None:
     """Whether the response equals the expected response, ignoring surrounding white space.
 
-    None if there is no expected response.
+    Media are compared by content. None if there is no expected response.
     """
-    return None if answer.expected is None else answer.text.strip() == answer.expected.strip()
+    if answer.expected is None:
+        return None
+    return answer.has_expected_media and answer.text.strip() == answer.expected.strip()
 
 
 @dataclass(frozen=True)

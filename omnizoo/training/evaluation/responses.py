@@ -18,8 +18,8 @@ from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.rendering.renderer import Question
-from omnizoo.data.row import BadRow
-from omnizoo.data.rows.schemas import SourceSchema
+from omnizoo.data.rendering.thinking import Thinking
+from omnizoo.data.row import BadRow, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.generation.chat_model import ChatModel, Request, chat_model_from
 from omnizoo.generation.conversation import JointSupport
@@ -118,7 +118,8 @@ class Sampler:
         def build() -> ChatModel | None:
             if full_model is None:
                 return None
-            return chat_model_from(full_model, self.config.model, self.tokenizer, self.support)
+            thinking = Thinking.of(self.config.data)
+            return chat_model_from(full_model, self.config.model, self.tokenizer, thinking, self.support)
 
         chat_model = sync_errors(mesh, build)
 
@@ -191,7 +192,8 @@ class Sampler:
                     file = Path(chat_model.save(piece, media_folder / str(i)))
                     files.append(file)
                     media.append({"modality": piece.modality, "file": str(file.relative_to(run.root))})
-        except (UserError, OSError) as error:
+            has_expected_media = chat_model.has_same_media(outcome, prompt.question.expected_items)
+        except (UserError, BadMedia, OSError) as error:
             return None, {"error": " ".join(str(error).split())}
         text = chat_model.text(outcome)
         answer = Answer(
@@ -201,6 +203,7 @@ class Sampler:
             files=files,
             row=prompt.row,
             where=prompt.record["row"],
+            has_expected_media=has_expected_media,
         )
         return answer, {"answer": text, "items": media}
 

@@ -40,13 +40,13 @@ def data(**options: Any) -> DataSection:
 def test_a_long_chat_is_cut_off_and_a_long_text_into_pieces(renderer: Renderer) -> None:
     chats = renderer.render(chat("q", "so many words " * 9))
     found = fit_to_pack(0, 0, 0, chats, data(pack_tokens=12))
-    assert found.counter == "truncated_overlong"
+    assert found.counters == ("truncated_overlong",)
     (sample,) = found.samples
     assert sample.input_ids.tolist() == chats.input_ids[:12].tolist()
     assert sample.is_target.tolist() == chats.is_target[:12].tolist()
     prose = renderer.render({"text": "so many words " * 9})
     found = fit_to_pack(0, 0, 0, prose, data(pack_tokens=12))
-    assert found.counter == "split_overlong"
+    assert found.counters == ("split_overlong",)
     assert np.concatenate([sample.input_ids for sample in found.samples]).tolist() == prose.input_ids.tolist()
 
 
@@ -56,17 +56,17 @@ def test_a_prompt_longer_than_a_pack_leaves_nothing_to_learn_and_the_row_is_left
 ) -> None:
     row = chat("so many words " * 9, "yes") if "messages" in prompt else prompt
     found = fit_to_pack(0, 0, 0, renderer.render(row), data(pack_tokens=12))
-    assert (found.samples, found.counter) == ([], "dropped_overlong")
+    assert (found.samples, found.counters) == ([], ("dropped_overlong",))
     assert "no targets" in found.reason
 
 
 @pytest.mark.parametrize("row", [chat("q", "so many words " * 9), {"text": "so many words " * 9}])
 def test_each_way_may_be_asked_for(renderer: Renderer, row: dict[str, Any]) -> None:
     rendered = renderer.render(row)
-    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="drop")).counter == "dropped_overlong"
+    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="drop")).counters == ("dropped_overlong",)
     (sample,) = fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="truncate")).samples
     assert sample.input_ids.tolist() == rendered.input_ids[:12].tolist()
-    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="split")).counter == "split_overlong"
+    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="split")).counters == ("split_overlong",)
 
 
 def test_no_piece_of_a_chat_is_without_a_target(renderer: Renderer) -> None:
@@ -114,7 +114,7 @@ def test_an_item_larger_than_a_pack_is_a_bad_row(renderer: Renderer) -> None:
     rendered = renderer.render(chat("<audio>", "yes", audios=[[1] * 50]))
     with pytest.raises(BadRow, match=r"largest item, audio given as list, has 50"):
         fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48))
-    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48, overlong="drop")).counter == "dropped_overlong"
+    assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48, overlong="drop")).counters == ("dropped_overlong",)
 
 
 def test_a_pair_keeps_its_prompt_and_loses_the_ends_of_its_answers(pairs: Renderer) -> None:
@@ -123,7 +123,7 @@ def test_a_pair_keeps_its_prompt_and_loses_the_ends_of_its_answers(pairs: Render
     lengths = [length for _, length in whole.responses]
     found = fit_to_pack(0, 0, 0, whole, data(pack_tokens=sum(lengths) - 10))
     (sample,) = found.samples
-    assert found.counter == "truncated_overlong"
+    assert found.counters == ("truncated_overlong",)
     assert sample.lengths == [lengths[0] - 10, lengths[1]], "the longest is cut first"
     assert sample.input_ids.tolist() == [*whole.input_ids[: lengths[0] - 10], *whole.input_ids[lengths[0] :]]
     assert [role for role, _ in sample.responses] == ["chosen", "rejected"]
@@ -132,7 +132,7 @@ def test_a_pair_keeps_its_prompt_and_loses_the_ends_of_its_answers(pairs: Render
 def test_a_pair_whose_answers_would_be_the_same_is_left_out(pairs: Renderer) -> None:
     same = "many words " * 9
     whole = pairs.render({"prompt": "so", "chosen": same + "yes", "rejected": same + "no"})
-    assert fit_to_pack(0, 0, 0, whole, data(pack_tokens=len(whole.input_ids) - 12)).counter == "dropped_overlong"
+    assert fit_to_pack(0, 0, 0, whole, data(pack_tokens=len(whole.input_ids) - 12)).counters == ("dropped_overlong",)
 
 
 def test_media_in_the_prompt_of_a_pair_stay_at_both_places(pairs: Renderer) -> None:

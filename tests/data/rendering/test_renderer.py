@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from omnizoo.config.errors import UserError
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.renderer import Renderer
+from omnizoo.data.rendering.response_spans import target_spans
 from omnizoo.data.row import BadRow
 
 LLAMA3 = (
@@ -198,7 +199,7 @@ def test_a_long_conversation_is_read_in_memory_of_a_few_times_its_length() -> No
     said = [{"role": role, "content": f"{i} " + "a b " * 2500} for i in range(100) for role in ("user", "assistant")]
     template = ChatTemplate(CHATML, None, {})
     tracemalloc.start()
-    text, spans = template.target_spans(said, [float(message["role"] == "assistant") for message in said])
+    text, spans = target_spans(template, said, [float(message["role"] == "assistant") for message in said])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [text[a:b].partition(" ")[0] for (a, b), _ in spans] == [str(i) for i in range(100)]

@@ -11,8 +11,8 @@ from toy_media import MARKS, MODALITIES, shown, toy
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.data import ROW_FORMATS, SourceSettings
 from omnizoo.data.rendering.renderer import Renderer
-from omnizoo.data.row import BadRow
-from omnizoo.data.rows.schemas import FORMATS, SourceSchema, parse_row
+from omnizoo.data.row import BadRow, SourceSchema
+from omnizoo.data.rows.schemas import FORMATS, parse_row
 from omnizoo.data.sources.open import open_source
 
 TARGETS = re.compile(r"\[\[|\]\]")
@@ -36,7 +36,7 @@ def test_file_of_rows_renders_as_expected_or_raises(case: Case, tmp_path: Path, 
     path = tmp_path / case.file
     case.write(path)
     spec = SourceSettings(path=str(path), media_dir=str(media), **case.source)
-    schema = SourceSchema("data.sources.0", spec.format, spec.json_columns)
+    schema = SourceSchema("data.sources.0", spec.format, spec.json_columns, spec.untagged_media)
     renderer = Renderer(tokenizer, True, MODALITIES, ignore=case.ignore, schemas=[schema])
 
     def read():

@@ -152,7 +152,7 @@ def test_bad_rows_are_red_on_terminal_and_page(
         write_rows(tmp_path / "chats.jsonl", others or [{"messages": CHAT, "image": "b.png"}] * 4)
         assert main(["data", "inspect", str(config), "--out", str(tmp_path / "page.html")]) == 2
         said = capsys.readouterr()
-        assert f"\x1b[1;31mbad row: \x1b[0m\x1b[31m{rows}:" in said.out
+        assert f"\x1b[1;31m4 bad rows, the first: \x1b[0m\x1b[31m{rows}:" in said.out
         assert said.err.count("error: ") == 1
         assert "`image` is not used" in said.err
         page = (tmp_path / "page.html").read_text()

@@ -12,7 +12,6 @@ import pytest
 from toy_media import toy
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.hub import hub_hint
 from omnizoo.config.sections.data import SourceSettings
 from omnizoo.data.loading.fingerprint import content_of
 from omnizoo.data.sources.base import RowSource
@@ -154,15 +153,7 @@ def test_the_hub_cannot_be_reached_and_the_way_out_is_a_command(
     assert "\n" not in str(caught.value)
 
 
-def test_names_of_the_hub_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "hf download org/rows --repo-type dataset" in hub_hint("org/rows", "dataset")
-    assert "hf download org/model --local-dir DIR" in hub_hint("org/model", "model")
-    (tmp_path / "org").mkdir()
-    assert hub_hint("org/model", "model") == ""
-    for path in ("/a/b", "./a/b", "a/b/c", "rows.jsonl", "~/a"):
-        assert hub_hint(path, "dataset") == ""
-    with pytest.raises(UserError, match="`hf download some/rows "):
-        opened("some/rows", tmp_path)
+def test_addresses_have_a_scheme_other_than_file() -> None:
+    assert is_address("s3://bucket/rows.jsonl")
     assert not is_address("file:///a/b")
     assert not is_address("a/b.jsonl")

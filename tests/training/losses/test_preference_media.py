@@ -330,7 +330,7 @@ def test_kto_baseline_response_has_its_media(tmp_path: Path) -> None:
         "completion": [said(part("image", "media/1.png"))],
         "label": False,
     }
-    rendered = reader.renderer.render(own, (0, 0, 0), partial(find, 0), other, partial(find, 1))
+    rendered = reader.renderer.render_samples(own, (0, 0, 0), partial(find, 0), other, partial(find, 1))[0]
     assert found == [["media/0.png"], ["media/1.png"]]
     assert [role for role, _ in rendered.responses] == ["desirable", "mismatched"]
     assert [item.media.value.name for item in rendered.items] == ["0.png", "1.png"]

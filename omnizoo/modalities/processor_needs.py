@@ -2,11 +2,6 @@
 
 from typing import Any
 
-import transformers
-from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
 TORCHVISION = "torchvision"
 
 
@@ -18,6 +13,12 @@ def processor_packages(model_type: str) -> list[str]:
     Args:
         model_type: The `model_type` of a model's config.json.
     """
+    # Imported here, because these modules import packages that training does not need.
+    import transformers
+    from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
     processor = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type) or "", None)
     if processor is None:
         return []

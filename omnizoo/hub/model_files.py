@@ -1,0 +1,100 @@
+"""Choose the files of a model repository to download: settings, tokenizer and safetensors, never pickles or code."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+from omnizoo.config.errors import UserError
+
+# Settings and tokenizers. An index of other weight files is not needed.
+SETTINGS = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "vocab.txt",
+    "merges.txt",
+    "additional_chat_templates/*.jinja",
+)
+OTHER_INDEX = ("*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")
+INDEX = ".safetensors.index.json"
+SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+\.safetensors")
+
+
+def settings_files(names: Sequence[str]) -> list[str]:
+    """Return the files that describe a model and its tokenizer, without weights."""
+    chosen = [name for name in names if _matches(name, SETTINGS) and not _matches(name, OTHER_INDEX)]
+    return [name for name in chosen if name.count("/") == 0 or name.startswith("additional_chat_templates/")]
+
+
+def model_files(names: Sequence[str]) -> list[str]:
+    """Return the settings and the weights of a model.
+
+    Raises:
+        UserError: If the repository has no safetensors.
+    """
+    weights = weight_files(names)
+    if not weights:
+        others = [name for name in names if name.lower().endswith(OTHER_WEIGHTS)]
+        found = f"only {', '.join(others[:3])}" if others else "no weights"
+        raise UserError(
+            f"the repository has no safetensors, {found}. Choose a repository or a revision with safetensors, such as "
+            "refs/convert/safetensors"
+        )
+    return [*settings_files(names), *weights]
+
+
+def weight_files(names: Sequence[str]) -> list[str]:
+    """Return the safetensors of a model, each weight once.
+
+    Shards take precedence over a single file, as in transformers. Copies in another format (`consolidated`) or
+    precision (`model.fp16.safetensors`) are omitted.
+    """
+    files = [name for name in names if "/" not in name and name.endswith(".safetensors")]
+    sharded = {name.removesuffix(INDEX) for name in names if name.endswith(INDEX)}
+    chosen = []
+    for name in files:
+        match = SHARD.fullmatch(name)
+        stem = match["stem"] if match else name.removesuffix(".safetensors")
+        is_replaced = match is None and stem in sharded
+        is_stray = match is not None and stem not in sharded
+        base = stem.partition(".")[0]
+        is_variant = "." in stem and (f"{base}.safetensors" in files or base in sharded)
+        has_model = "model.safetensors" in files or "model" in sharded
+        is_copy = stem.startswith("consolidated") and has_model
+        if not (is_replaced or is_stray or is_variant or is_copy):
+            chosen.append(name)
+    return chosen
+
+
+def adapter_files(names: Sequence[str]) -> list[str]:
+    """Return the files of a PEFT adapter.
+
+    Raises:
+        UserError: If one of them is missing.
+    """
+    missing = [name for name in ADAPTER if name not in names]
+    if missing:
+        raise UserError(f"the repository has no {' and no '.join(missing)}. Choose the repository of a PEFT adapter")
+    return list(ADAPTER)
+
+
+def inside(names: Sequence[str], folder: str) -> dict[str, str]:
+    """Return the files below a folder of a repository: relative path -> path in the repository.
+
+    `folder` may also be the path of a file, which is then the only one.
+    """
+    if not folder:
+        return {name: name for name in names}
+    if folder in names:
+        return {PurePosixPath(folder).name: folder}
+    prefix = f"{folder}/"
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
