@@ -39,4 +39,5 @@ settings |= {"checkpoint": {"every": 5}, "log": {"dir": sys.argv[1]}}
 losses = [{"kind": "cross_entropy"}, {"kind": "__main__:Modesty", "weight": 0.01}]
 settings |= {"train": {"steps": 40, "losses": losses}}
 rows = [{"text": f"{a} and {b} make {a + b}"} for a in range(30) for b in range(30)]
-omnizoo.train(settings, model=Tiny(), data=rows, callbacks=[Farewell()])
+result = omnizoo.train(settings, model=Tiny(), data=rows, callbacks=[Farewell()])
+print(f"The loss is {result.metrics['loss']:.3f}, and {result.checkpoint} can be exported")

@@ -2,9 +2,12 @@
 
 from omnizoo.balancing.balancer import Balancer
 from omnizoo.balancing.prefetch import next_step
+from omnizoo.checkpoint.export import Exported
+from omnizoo.checkpoint.export_run import export
 from omnizoo.checkpoint.resume import find_checkpoint
 from omnizoo.checkpoint.save import load_checkpoint, save_checkpoint
-from omnizoo.config.errors import UserError
+from omnizoo.cli.generate import generate
+from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.model import ModelSection
@@ -30,6 +33,7 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.reporting.report import ReportSection, write_report
+from omnizoo.reporting.results import BestMetric, EvaluationResult, GeneratedResponse, TrainResult
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.rl.engine import Engine
 from omnizoo.rl.rollouts import Rollout
@@ -44,6 +48,7 @@ from omnizoo.training.callbacks.base import (
     StepEvent,
 )
 from omnizoo.training.evaluation.answer_metrics import Answer
+from omnizoo.training.evaluation.evaluate_checkpoint import evaluate
 from omnizoo.training.local_batch import LocalBatch, run_model
 from omnizoo.training.loop import train
 from omnizoo.training.losses.base import Loss
@@ -56,6 +61,7 @@ __all__ = [
     "BadMedia",
     "BadRow",
     "Balancer",
+    "BestMetric",
     "Callback",
     "ChatModel",
     "Config",
@@ -65,6 +71,9 @@ __all__ = [
     "EndEvent",
     "Engine",
     "EvaluationEvent",
+    "EvaluationResult",
+    "Exported",
+    "GeneratedResponse",
     "Inputs",
     "LikelihoodDecoder",
     "LocalBatch",
@@ -86,7 +95,9 @@ __all__ = [
     "SaveEvent",
     "StartEvent",
     "StepEvent",
+    "TrainResult",
     "TrainSection",
+    "TrainingError",
     "UserError",
     "attend",
     "build_loader",
@@ -97,8 +108,11 @@ __all__ = [
     "check_decoder",
     "check_encoder",
     "count_steps",
+    "evaluate",
+    "export",
     "find_checkpoint",
     "fit_patch_codebook",
+    "generate",
     "load_chat_model",
     "load_checkpoint",
     "load_config",

@@ -24,7 +24,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     parts.append(f"```text\n{_wrap(usage)}\n```\n")
     parts.append(directive("program", f"omnizoo {name}", {}, ""))
     for action in parser._actions:
-        if "--help" not in action.option_strings:
+        if "-h" not in action.option_strings:
             parts.append(_argument(action))
     return "\n".join(parts)
 

@@ -10,7 +10,11 @@ from generators.source import constant, file_of, member
 
 # Heading -> beginnings of the modules whose names it lists, in this order.
 SUBJECTS = {
-    "Training": ("training.loop", "training.step", "training.objective", "training.optimizers", "balancing"),
+    "Commands as functions": (
+        *("training.loop", "training.evaluation.evaluate_checkpoint", "checkpoint.export_run", "cli.generate"),
+        *("reporting.results", "checkpoint.export"),
+    ),
+    "Training": ("training.step", "training.objective", "training.optimizers", "balancing"),
     "Configuration": ("config",),
     "Models and processes": ("models.build", "models.read_config", "models.interfaces", "parallel", "parallelize"),
     "Losses": ("training.losses", "training.local_batch"),

@@ -16,9 +16,11 @@ from omnizoo.checkpoint.model_card import write_card
 from omnizoo.checkpoint.resume import best_checkpoint, resolve_checkpoint
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.versions import install_command
 from omnizoo.modalities.decoders.precomputed_speech import VOICES, write_pickled_voices
 from omnizoo.modalities.frozen_tokenizer import Frozen
-from omnizoo.modalities.processor_files import PROCESSOR_FILES
+from omnizoo.modalities.processor_files import PROCESSOR_FILES, processor_files
+from omnizoo.modalities.processor_needs import TORCHVISION, processor_packages
 from omnizoo.models.adapters.lora import AdapterInfo, merge
 from omnizoo.models.adapters.peft_files import write_folder
 from omnizoo.models.export_files import set_dtype
@@ -112,7 +114,8 @@ def export(
     if out.exists():
         out.rmdir()
     os.rename(partial, out)
-    return Exported(checkpoint=source, out=out, kind=kind, parameters=parameters)
+    needs = processor_packages(model.config.model_type) if model is not None and processor_files(out) else []
+    return Exported(checkpoint=source, out=out, kind=kind, parameters=parameters, processor_needs=needs)
 
 
 def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
@@ -208,6 +211,7 @@ class Exported:
     out: Path
     kind: str  # class of the model, or a description of an adapter or user module
     parameters: Mapping[str, int]  # number of parameters by dtype
+    processor_needs: Sequence[str] = ()  # packages that transformers' processor of the model needs
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print on the terminal."""
@@ -215,6 +219,11 @@ class Exported:
         millions = sum(self.parameters.values()) / 1e6
         yield f"wrote {self.out}: {self.kind}, {millions:.1f} M parameters in {dtypes}"
         yield f"  from {self.checkpoint}"
+        if self.processor_needs:
+            packages = ", ".join(self.processor_needs)
+            is_extra = set(self.processor_needs) == {TORCHVISION}
+            command = install_command("processors") if is_extra else f"pip install {' '.join(self.processor_needs)}"
+            yield f"  its processor in transformers needs {packages}: {command}"
         for file in sorted(path for path in self.out.rglob("*") if path.is_file()):
             yield f"  {file.relative_to(self.out)} ({_size(file.stat().st_size)})"
 

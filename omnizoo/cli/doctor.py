@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from omnizoo.config.versions import installed_versions
+from omnizoo.config.versions import install_command, installed_versions
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,14 @@ KERNELS = {
     "deep_ep": "expert dispatch over NVLink and RDMA",
     "torchao": "fp8 matmuls and low-bit optimizers",
 }
-EXTRAS = {"media": "decoding of media files", "wandb": "logging to Weights & Biases (`log.wandb`)"}
+EXTRAS = {
+    "media": "decoding of media files",
+    "diffusers": "decoders with VQ models and autoencoders",
+    "processors": "transformers' processors of exported models (torchvision)",
+    "remote": "data at s3:// and gs://",
+    "wandb": "logging to Weights & Biases (`log.wandb`)",
+    "torchao": "optimizers with quantized state",
+}
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 MIN_SHARED_GB = 1
 SLOW_BF16 = 5  # ratio of fp32 to bf16 speed above which bf16 is probably emulated
@@ -115,7 +122,8 @@ def _belongs_to(requirement: Requirement, extra: str) -> bool:
 
 def _has_extra(extra: str) -> bool:
     """Whether all packages of an extra are installed."""
-    return all(package["ok"] for package in _packages(extra))
+    packages = _packages(extra)
+    return bool(packages) and all(package["ok"] for package in packages)
 
 
 def _cpu_name() -> str:
@@ -232,7 +240,7 @@ def _print(facts: dict[str, Any]) -> None:
         if is_installed:
             row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
         else:
-            row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; pip install 'omnizoo[{extra}]'", "yellow")
+            row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; {install_command(extra)}", "yellow")
 
     console = Console()
     if not console.is_terminal:

@@ -6,14 +6,12 @@ from pathlib import Path
 from omnizoo.cli.parser import allow_code, path_argument
 from omnizoo.cli.train import check_nproc
 from omnizoo.config.errors import UserError
-from omnizoo.config.load import load_config
-from omnizoo.config.plugins import check_allowed
-from omnizoo.config.schema import Config
 from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
 from omnizoo.launch.rank_failure import report_failure
 from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.rendezvous import place_in_world
+from omnizoo.training.evaluation.run_config import load_evaluation_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate the config or run folder in `args`, and return the exit code."""
     target: Path = args.config
-    is_run = target.is_dir()
-    path = target / "config.yaml" if is_run else target
-    if is_run and not path.is_file():
-        raise UserError(f"{target}: config.yaml not found. Pass a run folder, or a YAML file.")
     if args.checkpoint is not None and args.best:
         raise UserError("--best: --checkpoint is also set. Remove one of them.")
     place = place_in_world()
-    config = load_config(str(path), args.overrides)
-    if is_run:
-        config = only_allowed(config, args)
+    config, run_folder = load_evaluation_config(
+        target, args.overrides, allow_code=args.allow_code, trust_remote_code=args.trust_remote_code
+    )
     started_ranks = place[1] if place else None
     check_nproc(args.nproc, started_ranks)
     world = started_ranks or args.nproc or 1
@@ -62,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     watch_launcher()
     from omnizoo.training.evaluation.evaluate_checkpoint import evaluate_run
 
-    default = target if is_run else None
-    return evaluate_run(config, args.checkpoint or default, args.best, args.out, report_failure)
+    folder = args.checkpoint or run_folder
+    return evaluate_run(config, folder, args.best, args.out, report_failure, is_printed=True).exit_code
 
 
 def rank_flags(args: argparse.Namespace) -> list[str]:
@@ -78,20 +72,3 @@ def rank_flags(args: argparse.Namespace) -> list[str]:
     if args.trust_remote_code:
         flags.append("--trust-remote-code")
     return flags
-
-
-def only_allowed(config: Config, args: argparse.Namespace) -> Config:
-    """Check that the command line allows all code that the config of a run folder names, and return the config.
-
-    The folder may come from an untrusted source.
-    """
-    file = args.config / "config.yaml"
-    settings = config.model_dump(mode="json")
-    check_allowed(settings, args.allow_code, str(file), "pass your config instead of the run folder")
-    if config.model.trust_remote_code and not args.trust_remote_code:
-        raise UserError(
-            f"{file}: model.trust_remote_code is set. If you trust the code in the model folder, add "
-            "--trust-remote-code."
-        )
-    permissions = {"allow_code": args.allow_code, "trust_remote_code": args.trust_remote_code}
-    return config.changed(model=permissions)

@@ -34,23 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export the checkpoint and return 0."""
-    import torch
     from transformers.utils import logging as transformers_logging
 
-    from omnizoo.checkpoint.export import export
-    from omnizoo.checkpoint.merge_adapter import base_weights
+    from omnizoo.checkpoint.export_run import export
 
     transformers_logging.disable_progress_bar()  # "Writing model shards" would break the output
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     exported = export(
         args.checkpoint,
         args.out,
-        dtype=dtypes.get(args.dtype),
+        dtype=args.dtype,
         ema=args.ema,
+        best=args.best,
+        merge=args.merge,
         allow_code=args.allow_code,
         trust_remote_code=args.trust_remote_code,
-        best=args.best,
-        base=base_weights if args.merge else None,
     )
     for line in exported.lines():
         print(line)

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnizoo.data.sample import RenderedRow
     from omnizoo.generation.chat_model import ChatModel, Request
     from omnizoo.generation.generate import GeneratedPiece, Outcome
+    from omnizoo.reporting.results import GeneratedResponse
 
 MAX_PROMPT_LENGTH = 72  # with several prompts, at most this many characters of each are printed before its response
 UNFINISHED = "\ufffd"  # ends a text whose last character is incomplete
@@ -40,14 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--messages",
         metavar="FILE",
         type=path_argument,
-        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media",
+        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media "
+        "(default: --prompt)",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         default=[],
-        help="message of the user, instead of --messages; may be repeated",
+        help="message of the user, instead of --messages; may be repeated (default: --messages)",
     )
     parser.add_argument(
         "--out",
@@ -113,16 +115,95 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate a response to each prompt, and return 0."""
     fields = {name: value for name, value in vars(args).items() if name in GenerateSettings.__dataclass_fields__}
-    generate(args.model, GenerateSettings(**fields), is_printed=True)
+    settings = GenerateSettings(**fields)
+    if (settings.messages is None) == (not args.prompt):
+        raise UserError("--prompt: set one of --messages FILE and --prompt TEXT.")
+    rows = list(args.prompt) if settings.messages is None else read_messages(settings.messages)
+    generate_responses(args.model, rows, settings, is_printed=True)
     return 0
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Sequence[str | Mapping[str, Any]],
+    *,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch: int = 8,
+    out: str | Path = "generated",
+    speaker: str | None = None,
+    speech: bool = True,
+    base: str | None = None,
+    recipe: str | None = None,
+    allow_code: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> "list[GeneratedResponse]":
+    """Generate a response to each prompt.
+
+    Args:
+        model: Hugging Face folder, such as an export; adapter folder; run folder or checkpoint.
+        prompts: User messages as text, or rows with `messages` and media. Media paths are relative to the working
+            directory.
+        max_tokens: Maximum number of generated tokens.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_k: Number of most probable tokens to sample from; 0 for all tokens.
+        top_p: Cumulative probability to sample from.
+        seed: Random seed of each response.
+        batch: Maximum number of responses to generate at once.
+        out: Folder for generated media, or JSONL file for all responses, with media next to it.
+        speaker: Voice to generate with. Default: that of the model.
+        speech: Whether models that can speak generate speech.
+        base: Folder of the base model of an adapter folder.
+        recipe: `package.module:NAME` of the recipe of a model family without a built-in one.
+        allow_code: Python modules, with submodules, that the folder may import encoders and decoders from.
+        trust_remote_code: Whether Python code in the model folder may run.
+
+    Returns:
+        A response for each prompt, in the same order.
+
+    Raises:
+        UserError: If the folder, a setting or a prompt cannot be used.
+
+    Example:
+        >>> [response] = omnizoo.generate("runs/my", ["What is 2 plus 3?"], temperature=0)
+        >>> response.text
+    """
+    from omnizoo.reporting.results import GeneratedResponse
+
+    rows = [prompts] if isinstance(prompts, str) else list(prompts)
+    for number, row in enumerate(rows):
+        if not isinstance(row, str | Mapping):
+            raise UserError(f"prompts[{number}]: {type(row).__name__}; expected text, or a row with `messages`")
+    settings = GenerateSettings(
+        out=Path(out),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        batch=batch,
+        speaker=speaker,
+        no_speech=not speech,
+        base=base,
+        recipe=recipe,
+        allow_code=allow_code,
+        trust_remote_code=trust_remote_code,
+    )
+    responses = []
+    for record in generate_responses(Path(model), rows, settings):
+        files = [Path(file) for file in record["items"]]
+        responses.append(GeneratedResponse(record["prompt"], record["answer"], record.get("expected"), files))
+    return responses
 
 
 @dataclass(frozen=True)
 class GenerateSettings:
     """Settings of `omnizoo generate`. The help texts of its flags describe them."""
 
-    prompt: Sequence[str] = ()
-    messages: Path | None = None
+    messages: Path | None = None  # file of the rows
     out: Path = Path("generated")
     max_tokens: int = 256
     temperature: float = 1.0
@@ -138,12 +219,15 @@ class GenerateSettings:
     trust_remote_code: bool = False
 
 
-def generate(folder: Path, settings: GenerateSettings, is_printed: bool = False) -> list[dict[str, Any]]:
+def generate_responses(
+    folder: Path, rows: Sequence[str | Mapping[str, Any]], settings: GenerateSettings, is_printed: bool = False
+) -> list[dict[str, Any]]:
     """Generate a response to each prompt.
 
     Args:
         folder: Hugging Face folder, adapter folder, run folder or checkpoint.
-        settings: Prompts, sampling and permissions.
+        rows: Prompts, as text or as rows with messages.
+        settings: Sampling and permissions.
         is_printed: Whether to print the responses.
 
     Returns:
@@ -154,7 +238,6 @@ def generate(folder: Path, settings: GenerateSettings, is_printed: bool = False)
         UserError: If the settings, the folder or a prompt cannot be used.
     """
     check_settings(settings)
-    rows = list(settings.prompt) if settings.messages is None else read_messages(settings.messages)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would be printed between the responses
@@ -167,9 +250,10 @@ def generate(folder: Path, settings: GenerateSettings, is_printed: bool = False)
     with ExitStack() as stack:
         spec = stack.enter_context(model_section(folder, options, note))
         model = chat_model_of(spec, pick_device(0))
-        check_speech(folder, settings, model)
+        has_only_text = all(isinstance(row, str) for row in rows)
+        check_speech(folder, settings, model, has_only_text)
         if model.media.speaker_format is not None and settings.speaker is not None:
-            rows = [{"messages": [{"role": settings.speaker, "content": prompt}]} for prompt in settings.prompt]
+            rows = [{"messages": [{"role": settings.speaker, "content": prompt}]} for prompt in rows]
         file: TextIO | None = None
         if settings.out.suffix == ".jsonl":
             settings.out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,8 +268,6 @@ def print_note(line: str) -> None:
 
 def check_settings(args: GenerateSettings) -> None:
     """Raise `UserError` for values that argparse does not check."""
-    if (args.messages is None) == (not args.prompt):
-        raise UserError("--prompt: set one of --messages FILE and --prompt TEXT.")
     if not 0 <= args.temperature < math.inf:
         raise UserError(f"--temperature: {args.temperature}; expected a number >= 0")
     if not 0 < args.top_p <= 1:
@@ -212,7 +294,7 @@ def check_out(args: GenerateSettings) -> None:
         )
 
 
-def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel") -> None:
+def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel", has_only_text: bool) -> None:
     """Raise `UserError` if `--speaker` or `--no-speech` does not apply to this model."""
     speaker_format = model.media.speaker_format
     can_speak = bool(model.media.modules_of("follower")) or speaker_format is not None
@@ -222,7 +304,7 @@ def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel") -> No
         raise UserError(f"--speaker: {args.speaker}, but {folder} cannot speak. Remove --speaker.")
     if speaker_format is not None and args.no_speech:
         raise UserError(f"--no-speech: {folder} only speaks. Remove --no-speech.")
-    if speaker_format is not None and args.speaker is not None and args.messages is not None:
+    if speaker_format is not None and args.speaker is not None and not has_only_text:
         raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from omnizoo.cli.help.options import add_help
 from omnizoo.config.errors import UserError
 
 MAX_PATH_LENGTH = 4096  # characters
@@ -28,6 +29,7 @@ COMMANDS = {
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
     "recipes": "List model families with a recipe, and what is tested",
+    "completion": "Print a completion script for bash, zsh or fish",
 }
 TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`
 
@@ -56,10 +58,12 @@ def build_parser(commands: Iterable[str] = tuple(COMMANDS)) -> Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
     parser.commands = {}
     for name, summary in COMMANDS.items():
-        # `train` adds a help option that lists every config key.
+        takes_overrides = name in TAKE_OVERRIDES
         parser.commands[name] = subparsers.add_parser(
-            name, help=summary, description=f"{summary}.", add_help=name != "train", allow_abbrev=False
+            name, help=summary, description=f"{summary}.", add_help=not takes_overrides, allow_abbrev=False
         )
+        if takes_overrides:
+            add_help(parser.commands[name])
 
     for name in commands:
         module = import_module(f"omnizoo.cli.{name}")

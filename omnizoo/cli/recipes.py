@@ -12,7 +12,9 @@ from omnizoo.cli.render_file import render_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--markdown", metavar="FILE", type=path_argument, help="file for the list as Markdown tables")
+    parser.add_argument(
+        "--markdown", metavar="FILE", type=path_argument, help="file for the list as Markdown (default: printed)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

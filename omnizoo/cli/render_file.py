@@ -1,6 +1,7 @@
 """Render the Jinja2 templates of the files that commands write."""
 
 import json
+import shlex
 from functools import partial
 from typing import Any
 
@@ -17,5 +18,13 @@ def render_file(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["shell_quoted"] = shlex.quote
+    environment.filters["fish_quoted"] = fish_quoted
     environment.filters["grouped"] = "{:,}".format
     return environment.get_template(template).render(values)
+
+
+def fish_quoted(text: str) -> str:
+    """Quote text for fish, in which single quotes and backslashes are escaped inside single quotes."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

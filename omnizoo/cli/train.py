@@ -4,9 +4,7 @@ torch is imported after the checks, so config errors appear quickly.
 """
 
 import argparse
-from typing import NoReturn
 
-from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.hub.resolve import as_overrides, resolve_names
@@ -18,39 +16,19 @@ from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
 from omnizoo.reporting.start_clock import StartClock
 
 MAX_RANKS = 1024  # maximum number of ranks on one machine
-USAGE = """\
-omnizoo train CONFIG [--section.key value ...] [--nproc N] [-v]
-
-CONFIG is a YAML file. Every key below can be set in CONFIG or on the command line, which takes
-precedence. Values are YAML. Relative paths are relative to the working directory.
-
---nproc N starts N ranks on this machine (default: 1). For several machines, run without --nproc
-under Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`.
-
--v, --verbose prints timing details of the start-up."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo train`."""
-    parser.add_argument(
-        "-h", "--help", action=TrainHelp, nargs=0, help="show this help, with all config keys, and exit"
-    )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument(
         "--nproc",
         metavar="N",
         type=int,
-        help="number of ranks to start on this machine (default: 1, or those that torchrun or Slurm has started)",
+        help="number of ranks to start on this machine (default: 1, or those that torchrun or Slurm has started: "
+        "`torchrun --nnodes ... -m omnizoo train CONFIG`)",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="print timing details, as --log.verbose true does")
-
-
-class TrainHelp(argparse.Action):
-    """Help action that prints every config key in the schema."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print_help()
-        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     clock.done("imports")
     try:
-        return train(config, report_failure, clock=clock)
+        return train(config, report_failure, clock=clock).exit_code
     except (MemoryError, RuntimeError, OSError, UnicodeEncodeError) as error:
         if isinstance(error, TrainingError):
             raise
@@ -106,28 +84,3 @@ def check_nproc(nproc: int | None, started_ranks: int | None = None) -> None:
             f"--nproc: {nproc}, but torchrun or Slurm has already started {started_ranks} ranks. Remove --nproc, or "
             "unset RANK, WORLD_SIZE and SLURM_NTASKS."
         )
-
-
-def print_help() -> None:
-    """Print the usage and a table of keys for each section."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100
-    console.print(Text(USAGE))
-    keys = reference.all_keys()
-    for section, summary in reference.sections().items():
-        console.print(Text.assemble("\n", (section, "bold"), f": {summary}"))
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column()
-        for key in keys:
-            if not key.key.startswith(section + "."):
-                continue
-            default = key.default if key.default == "required" else f"default {key.default}"
-            details = f"{key.type}; {default}"
-            table.add_row(f"  --{key.key}", Text.assemble(key.description, "\n", (details, "dim")))
-        console.print(table)

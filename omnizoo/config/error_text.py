@@ -19,7 +19,6 @@ from omnizoo.config.sections.loss_options import LOSSES
 from omnizoo.config.sections.optimizer_options import OPTIMIZERS
 
 COMMAND_LINE = "command line"
-ALL_KEYS = "`omnizoo train --help` lists all keys"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
@@ -151,15 +150,19 @@ def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
 def _suggest(key: str) -> str:
     """Return a hint about the intended key, as the continuation of "is not a key"."""
     parent, _, name = key.rpartition(".")
+    section = key.partition(".")[0]
+    keys_help = "`omnizoo train --help` lists the sections"
+    if section in reference.sections():
+        keys_help = f"`omnizoo train --help {section}` lists its keys"
     if len(key) > MAX_KEY_LENGTH:
-        return ALL_KEYS
+        return keys_help
     if reference.schema_key(key) in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
     replacement = our_key(name)
     if replacement is not None and parent in ("", *reference.sections()):
         return replacement
     similar = _options_named(key) or [_with_indices_of(key, candidate) for candidate in _similar_keys(key)]
-    return f"did you mean {' or '.join(similar)}?" if similar else ALL_KEYS
+    return f"did you mean {' or '.join(similar)}?" if similar else keys_help
 
 
 def _options_named(key: str) -> list[str]:

@@ -8,14 +8,22 @@ MAX_MISTAKES = 20  # maximum number of printed mistakes
 ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
-class UserError(Exception):
+class ShownAsLine:
+    """An error that notebooks show as its message, without the frames of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints instead of a traceback."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
+
+class UserError(ShownAsLine, Exception):
     """A mistake that the user can fix. Exit code 2.
 
     The message contains the file or key, the value, and what to do.
     """
 
 
-class TrainingError(RuntimeError):
+class TrainingError(ShownAsLine, RuntimeError):
     """A run that cannot continue although its config is valid, for example after non-finite losses. Exit code 1."""
 
 

@@ -12,17 +12,18 @@ from pydantic import ValidationError
 
 from omnizoo.config import reference
 from omnizoo.config.error_text import KeyOrigin, explain
-from omnizoo.config.errors import UserError, join_mistakes, show_value
-from omnizoo.config.overrides import apply_override, parse_overrides
+from omnizoo.config.errors import UserError, show_value
+from omnizoo.config.overrides import apply_overrides, parse_overrides
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import PythonObject
+from omnizoo.config.sections.model import ModelSection
 from omnizoo.config.yaml_file import parse_yaml, read_text
 
 NO_DATA = "(none)"
 IN_PYTHON = "config"
 # Maps an argument of `omnizoo.train` to the section and key that its object sets, and to keys that must then be unset.
 PYTHON_ARGUMENTS = {
-    "model": ("model", "given", ("path", "config", "module", "foundation")),
+    "model": ("model", "given", ModelSection.exclusive["given"]),
     "tokenizer": ("model", "tokenizer", ("tokenizer",)),
     "data": ("data", "sources", ("sources",)),
     "eval_data": ("data", "eval_sources", ("eval_sources",)),
@@ -60,9 +61,11 @@ def load_config(
     for argument, value in (objects or {}).items():
         if value is not None:
             _set_object(data, argument, value, path)
-    _apply_overrides(data, changes)
+    apply_overrides(data, changes)
     if not needs_data:
-        section = data.setdefault("data", {})
+        if data.get("data") is None:
+            data["data"] = {}
+        section = data["data"]
         if isinstance(section, dict):
             section.setdefault("sources", [{"path": NO_DATA}])
 
@@ -94,22 +97,12 @@ def _copy_containers(value: Any) -> Any:
     return value
 
 
-def _apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Apply all overrides to `data`, and report all mistakes in them together."""
-    mistakes = []
-    for key, value in changes.items():
-        try:
-            apply_override(data, key, value)
-        except ValueError as error:
-            mistakes.append(str(error))
-    if mistakes:
-        raise UserError(join_mistakes(mistakes))
-
-
 def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> None:
     """Set the config key of a Python object. Raises `UserError` if the config sets it, or a conflicting key."""
     section, key, exclusive_keys = PYTHON_ARGUMENTS[argument]
-    values = data.setdefault(section, {})
+    if data.get(section) is None:
+        data[section] = {}
+    values = data[section]
     if not isinstance(values, dict):
         return  # not a mapping; validation reports the error
     for other in exclusive_keys:

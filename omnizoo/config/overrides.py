@@ -1,13 +1,13 @@
 """Command-line overrides of config keys: `--section.key value`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 from omnizoo.config import reference
 from omnizoo.config.error_text import COMMAND_LINE, TYPES
-from omnizoo.config.errors import UserError, printable, shorten, show_value
+from omnizoo.config.errors import UserError, join_mistakes, printable, shorten, show_value
 from omnizoo.config.yaml_file import MAX_DEPTH, parse_yaml
 
 
@@ -34,6 +34,28 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
+def apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Apply overrides to the values of a file.
+
+    A key replaces the keys of the file that cannot be set together with it. Null unsets a key.
+
+    Raises:
+        UserError: If keys cannot be set. The message has one line for each of them.
+    """
+    mistakes = []
+    for key, value in changes.items():
+        is_off = value is None or value is False or value == {} or value == []
+        if not is_off:
+            _unset_exclusive(data, key)
+    for key, value in changes.items():
+        try:
+            apply_override(data, key, value)
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise UserError(join_mistakes(mistakes))
+
+
 def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted `key` in `data`, and create missing mappings and lists along its path.
 
@@ -44,18 +66,49 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     if len(parts) > MAX_DEPTH:
         raise ValueError(f"{COMMAND_LINE}: {shorten(key)} has more than {MAX_DEPTH} levels")
 
+    is_unset = value is None and reference.schema_key(key) in TYPES
     container: Any = data
     for depth, part in enumerate(parts[:-1], start=1):
         index = _index_in(container, part, key, depth)
         child = container[index] if isinstance(container, list) else container.get(index)
         if child is None:
+            if is_unset:
+                return  # null does not create the section of the key
             child_key = reference.schema_key(".".join(parts[:depth]))
             is_list = TYPES.get(child_key, "").startswith("list")
             child = [] if is_list else {}
         container[index] = copy(child)  # a YAML alias may refer to the same object from another key
         container = container[index]
     index = _index_in(container, parts[-1], key, len(parts))
+    if value is None and reference.schema_key(key).endswith(".NAME"):
+        container.pop(index, None)  # null removes an entry that the user named
+        return
     container[index] = value
+
+
+def _unset_exclusive(data: dict[str, Any], key: str) -> None:
+    """Remove all keys from `data` that cannot be set together with `key`, or with a section that contains it."""
+    parts = key.split(".")
+    container: Any = data
+    for depth, part in enumerate(parts):
+        section = reference.schema_key(".".join(parts[:depth]))
+        exclusive = reference.exclusive_keys().get(section, {}).get(part, ())
+        if isinstance(container, dict):
+            for other in exclusive:
+                container.pop(other, None)
+        child = _child(container, part)
+        if not isinstance(child, dict | list):
+            return
+        container[int(part) if isinstance(container, list) else part] = copy(child)  # may be a YAML alias
+        container = _child(container, part)
+
+
+def _child(container: Any, part: str) -> Any:
+    """Return the value of `part` in a mapping or list; None if there is none."""
+    if isinstance(container, dict):
+        return container.get(part)
+    is_index = re.fullmatch("[0-9]{1,6}", part) is not None and int(part) < len(container)
+    return container[int(part)] if is_index else None
 
 
 def _index_in(container: Any, part: str, key: str, depth: int) -> Any:

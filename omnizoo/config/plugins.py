@@ -46,6 +46,14 @@ def built_in_or_plugin(built_in: Iterable[str], what: str) -> AfterValidator:
     return AfterValidator(partial(check_name, built_in=built_in, what=what))
 
 
+def built_in_names(validator: Any) -> list[str]:
+    """Return the built-in names that a validator of `built_in_or_plugin` accepts; empty for other metadata."""
+    function = getattr(validator, "func", None)
+    if isinstance(function, partial) and function.func is check_name:
+        return list(function.keywords["built_in"])
+    return []
+
+
 def plugin(what: str) -> AfterValidator:
     """Return a validator for keys that contain `package.module:name`."""
     return AfterValidator(partial(check_plugin_name, what=what))

@@ -1,7 +1,7 @@
 """List every config key with its type, default and description, as defined in the schema.
 
-The list is the source of `omnizoo train --help`, of the expected types in error messages, and of the configuration
-reference in the documentation (docs/generators/configuration.py).
+The list is the source of `omnizoo train --help SECTION`, of shell completion, of the expected types in error messages,
+and of the configuration reference in the documentation (docs/generators/configuration.py).
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import ConfigSection
-from omnizoo.config.type_text import annotation_text, sections_in, with_bounds
+from omnizoo.config.type_text import annotation_text, choices_in, sections_in, with_bounds
 
 
 class Key(NamedTuple):
@@ -24,6 +24,7 @@ class Key(NamedTuple):
     type: str
     default: str
     description: str
+    choices: tuple[str, ...]  # built-in values that the key accepts; empty for other types
 
 
 def all_keys() -> list[Key]:
@@ -49,6 +50,21 @@ def schema_key(key: str) -> str:
 
 
 @cache
+def exclusive_keys() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the mutually exclusive keys of each section, such as `train`, `data.sources.N` or `optimizer.groups.N`."""
+    return dict(_exclusive_in(Config, ""))
+
+
+def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, ...]]]]:
+    """Yield the mutually exclusive keys of a section and of the sections nested in it."""
+    if section.exclusive:
+        yield prefix.removesuffix("."), section.exclusive
+    for name, field in section.model_fields.items():
+        for nested, nested_prefix in sections_in(field.annotation):
+            yield from _exclusive_in(nested, f"{prefix}{name}.{nested_prefix}")
+
+
+@cache
 def _named() -> frozenset[str]:
     """Return the keys whose values are mappings with names that the user chooses."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
@@ -64,6 +80,7 @@ def _keys_of(section: type[ConfigSection], prefix: str) -> Iterator[Key]:
                 type=with_bounds(annotation_text(field.annotation), field.metadata),
                 default=_default_text(field),
                 description=_description(field),
+                choices=tuple(choices_in(field.annotation, field.metadata)),
             )
         for nested, nested_prefix in sections_in(field.annotation):
             yield from _keys_of(nested, f"{key}.{nested_prefix}")

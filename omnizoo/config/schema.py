@@ -103,7 +103,7 @@ class Config(ConfigSection):
             return value
         value = _with_packs_per_step(value)
         data = value.get("data")
-        if isinstance(data, dict) and "lanes" not in data:
+        if isinstance(data, dict) and data.get("lanes") is None:
             packs = _value_of(value.get("train"), "packs_per_step")
             if type(packs) is not int or packs <= 0:  # validation reports an invalid value
                 packs = TrainSection.model_fields["packs_per_step"].default

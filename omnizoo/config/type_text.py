@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from omnizoo.config.plugins import built_in_names
 from omnizoo.config.sections.base import ConfigSection, PythonObject
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
@@ -22,6 +23,23 @@ def sections_in(annotation: Any) -> Iterator[tuple[type[ConfigSection], str]]:
         prefix = "N." if origin is list else "NAME."
         for section, inner_prefix in sections_in(args[-1]):
             yield section, prefix + inner_prefix
+
+
+def choices_in(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
+    """Yield the values that a type accepts, or the built-in names of a plugin key; none for other types."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from choices_in(args[0], args[1:])
+    elif origin is Literal:
+        yield from map(str, args)
+    elif origin in (Union, UnionType):
+        for arg in args:
+            yield from choices_in(arg)
+    elif annotation is bool:
+        yield from ("true", "false")
+    for constraint in metadata:
+        for inner in getattr(constraint, "metadata", [constraint]):
+            yield from built_in_names(inner)
 
 
 def with_bounds(text: str, metadata: Sequence[Any]) -> str:

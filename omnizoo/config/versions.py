@@ -25,6 +25,11 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, one of those in pyproject.toml."""
+    return f"pip install 'omnizoo[{extra}]'"
+
+
 def advice(package: str) -> str:
     """Return a sentence with the installed version, the tested versions and the command to install one of them."""
     first, last = TESTED[package]

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line
+from omnizoo.config.versions import install_command
 from omnizoo.modalities.flop_count import measured_flops
 from omnizoo.modalities.processor_files import read_json_object
 
@@ -127,7 +128,8 @@ def diffusers_package(class_name: str) -> Any:
     try:
         return import_module("diffusers")
     except ImportError as error:
-        raise UserError(f"decoder: {class_name} needs diffusers. Run pip install diffusers ({error}).") from error
+        command = install_command("diffusers")
+        raise UserError(f"decoder: {class_name} needs diffusers. Run `{command}` ({error}).") from error
 
 
 def read_settings(folder: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from omnizoo.modalities.media import Media
 
 Ids = npt.NDArray[np.int32]
-Inputs = dict[str, torch.Tensor]  # a prepared item: the tensors that `encode` or `targets` needs
+Inputs = dict[str, torch.Tensor]  # a prepared item: the tensors that `prepare` returns, for `encode` or `targets`
 Role = Literal["encoder", "decoder", "follower"]
 
 

@@ -48,10 +48,15 @@ def kind_of_file(mode: int) -> str:
 
 @dataclass(frozen=True)
 class Media:
-    """One media item of a row: a path, encoded bytes, or plain values (numbers, lists, mappings, arrays)."""
+    """One media item of a row, before decoding. `Encoder.prepare` and `Decoder.prepare` receive it.
 
-    modality: str
-    value: Path | bytes | Any
+    Example:
+        >>> item = omnizoo.Media("sensor", [0.1, 0.4, 0.2], options={"rate": 100})
+        >>> inputs = encoder.prepare(item)
+    """
+
+    modality: str  # content type of the item, as in the config
+    value: Path | bytes | Any  # a path, encoded bytes, or plain values: numbers, lists, mappings, arrays
     options: dict[str, Any]  # other fields of the item in the row: start and end in seconds, sampling rate, ...
     seed: int = 0  # for augmentation and noise; depends on the run's seed, the epoch, the row and the item
 

@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from omnizoo.checkpoint.folder import folder_of
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.lane_stream import LoadingStopped
+from omnizoo.parallel.errors import sync_errors
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.reporting.results import LAST_STEP, TrainResult, read_train_result
 from omnizoo.reporting.start_clock import StartClock
 from omnizoo.training.callbacks.base import Callback
 from omnizoo.training.callbacks.dispatcher import Requests, raise_failure
@@ -34,7 +37,7 @@ def train(
     eval_data: Any = None,
     callbacks: Sequence[Callback] = (),
     clock: StartClock | None = None,
-) -> int:
+) -> TrainResult:
     """Train with `config`, starting from the newest checkpoint if there is one.
 
     Under torchrun, every rank must pass the same objects.
@@ -51,34 +54,41 @@ def train(
         clock: Measures the duration of the start-up (default: a clock that starts now).
 
     Returns:
-        The exit code: 0.
+        The final and best metrics, the newest checkpoint, the run folder, and why the run stopped.
 
     Raises:
         UserError: If the config, the data or the model cannot be used.
         TrainingError: If the run fails later.
 
     Example:
-        >>> omnizoo.train("my.yaml", callbacks=[MyCallback()])
+        >>> result = omnizoo.train("my.yaml", callbacks=[MyCallback()])
+        >>> result.metrics["loss"], result.checkpoint, result.stop_reason
     """
     clock = clock or StartClock()
-    stop = StopSignal()  # installed first: a signal during start-up ends the run after its first step
     config = load_run_config(config, model=model, tokenizer=tokenizer, data=data, eval_data=eval_data)
+    stop = StopSignal()  # a signal during start-up ends the run after its first step
     joined = joined_world(config, on_failure, stop_requested=lambda: bool(stop))
-    with joined as (config, mesh), ExitStack() as resources:
+    with stop, joined as (config, mesh), ExitStack() as resources:
         run = prepare_run(config, mesh, callbacks, stop, clock, resources)
         if run is None:  # the checkpoint is already at the last step, or a signal stopped the run
-            return 0
+            return _result(config, mesh, stop.signal or LAST_STEP)
         with (
             open_recorder(run, clock) as recorder,
             Profiler(run.folder, run.objective, recorder.print, run.state.step) as profiler,
         ):
-            if not stopped_at_start(run, recorder):
-                run_steps(run, recorder, profiler)
-    return 0
+            stop_reason = stopped_at_start(run, recorder) or run_steps(run, recorder, profiler)
+        return _result(config, mesh, stop_reason)
 
 
-def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
-    """Train until the last step, or until a signal or a callback requests to stop."""
+def _result(config: Config, mesh: Mesh, stop_reason: str) -> TrainResult:
+    """Return the result of the run as rank 0 reads it from the run folder. Collective: all ranks must call it."""
+    local = sync_errors(mesh, lambda: read_train_result(config, stop_reason) if mesh.is_first else None)
+    result: TrainResult = mesh.from_first(local)
+    return result
+
+
+def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> str:
+    """Train until the last step, or until a signal or a callback requests to stop. Returns the reason of the end."""
     config, state, data = run.config, run.state, run.first_step
     timer = StepTimer(run.prepared_at)
     while True:
@@ -119,20 +129,25 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
             return finish(run, recorder, is_stopped=True)
 
 
-def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
-    """Whether a callback stopped the run in `on_start`, for example because early stopping ran out of patience."""
+def stopped_at_start(run: RunContext, recorder: Recorder) -> str:
+    """Return the callback that stopped the run in `on_start`, such as early stopping without patience left; or ""."""
     requests = run.callbacks.sync_requests(run.mesh)
     raise_failure(requests)
+    stopped_by = ""
     if requests.stop:
-        stopped_by = run.callbacks.stopped_by
+        stopped_by = run.callbacks.stopped_by or "a callback"  # its name is known on rank 0
         recorder.print(f"nothing to do: {stopped_by} stopped the run at step {run.state.step}")
         run.callbacks.end("stopped")
         raise_failure(run.callbacks.sync_requests(run.mesh))
-    return requests.stop
+    return stopped_by
 
 
-def finish(run: RunContext, recorder: Recorder, is_stopped: bool) -> None:
-    """Call `on_end` of all callbacks, raise an error if a callback failed, and print where the results are."""
+def finish(run: RunContext, recorder: Recorder, is_stopped: bool) -> str:
+    """Call `on_end` of all callbacks, raise an error if a callback failed, and print where the results are.
+
+    Returns:
+        Why the run ended: "last step", or the signal or callback that stopped it.
+    """
     callbacks = run.callbacks
     if callbacks.failure:
         callbacks.end("failed", callbacks.failure)
@@ -141,3 +156,4 @@ def finish(run: RunContext, recorder: Recorder, is_stopped: bool) -> None:
     raise_failure(callbacks.sync_requests(run.mesh), f"; checkpoint {checkpoint} is complete")
     stopped_by = run.stop.signal or callbacks.stopped_by or "a signal to another rank"
     recorder.print(closing_message(run, stopped_by if is_stopped else None))
+    return stopped_by if is_stopped else LAST_STEP

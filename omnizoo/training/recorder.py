@@ -13,8 +13,9 @@ from omnizoo.checkpoint.run_id import Identity
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.yaml_file import save_config
 from omnizoo.reporting.launch_history import add_seconds, add_start
-from omnizoo.reporting.metrics_file import MetricsWriter
-from omnizoo.reporting.progress import Progress, show_start
+from omnizoo.reporting.metrics_file import MetricsWriter, read_metrics
+from omnizoo.reporting.notebook import is_notebook, open_progress
+from omnizoo.reporting.progress import show_start
 from omnizoo.reporting.run_folder import Metrics, replace_file
 from omnizoo.reporting.start_clock import StartClock
 from omnizoo.training.callbacks.base import StartEvent
@@ -78,7 +79,8 @@ class Recorder:
         )
         run.callbacks.start(event)
         show_start(Console(), facts)
-        self._progress = Progress(config.train.steps, step, config.log.every)
+        rows = read_metrics(folder.metrics) if is_notebook() else []
+        self._progress = open_progress(config.train.steps, step, config.log.every, rows)
 
     def __enter__(self) -> "Recorder":
         if self._active:

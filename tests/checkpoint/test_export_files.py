@@ -132,13 +132,14 @@ def picture(folder: Path) -> Path:
     return file
 
 
-def test_transformers_pipeline_loads_export_with_processor(tmp_path: Path) -> None:
+def test_transformers_pipeline_loads_export_with_processor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = publish_llava(tmp_path / "model")
     path = write_config(tmp_path, **from_folder(model), train=ONE_STEP)
     assert main(["train", str(path)]) == 0
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "run"), str(out)]) == 0
     assert not list(out.rglob("*.py"))  # never code
+    assert "processor in transformers needs" not in capsys.readouterr().out
     before, after = AutoProcessor.from_pretrained(model), AutoProcessor.from_pretrained(out)
     assert type(after) is type(before)
     assert after.to_dict() == before.to_dict()
@@ -155,7 +156,7 @@ def test_transformers_pipeline_loads_export_with_processor(tmp_path: Path) -> No
     )
 
 
-def test_vision_model_keeps_image_processor_through_export(tmp_path: Path) -> None:
+def test_vision_model_keeps_image_processor_through_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is exported answers to a picture as transformers' own processor and model do. A clip needs torchvision."""
     model = tmp_path / "model"
     publish_omni("qwen3_vl", model)
@@ -179,6 +180,10 @@ def test_vision_model_keeps_image_processor_through_export(tmp_path: Path) -> No
     assert main(["export", str(tmp_path / "run"), str(out)]) == 0
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         assert (out / name).read_bytes() == (model / name).read_bytes()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "processor in transformers needs" in line]
+    assert line.endswith("torchvision: pip install 'omnizoo[processors]'")
+    with pytest.raises(ImportError, match=r"(?i)torchvision"):  # the line is true: torchvision is not installed here
+        AutoProcessor.from_pretrained(out)
 
     (tmp_path / "question.json").write_text(json.dumps(turns))
     asked = ["generate", str(out), "--messages", str(tmp_path / "question.json"), "--temperature", "0"]

@@ -11,8 +11,10 @@ import pytest
 
 from omnizoo.cli import doctor
 from omnizoo.cli import train as train_command
+from omnizoo.cli.completion.words import section_names
+from omnizoo.cli.help.config_keys import plain_key
 from omnizoo.cli.main import main
-from omnizoo.cli.parser import COMMANDS, build_parser
+from omnizoo.cli.parser import COMMANDS, TAKE_OVERRIDES, build_parser
 from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 
@@ -40,13 +42,15 @@ def calls(tmp_path, monkeypatch):
     def recording(name, result):
         return lambda *args, **_: calls.append((name, *args)) or result
 
-    monkeypatch.setitem(sys.modules, "omnizoo.training.loop", SimpleNamespace(train=recording("train", 7)))
+    monkeypatch.setitem(
+        sys.modules, "omnizoo.training.loop", SimpleNamespace(train=recording("train", SimpleNamespace(exit_code=7)))
+    )
 
     def export(*args, **options):
         calls.append((*args, options))
         return WROTE
 
-    monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export", SimpleNamespace(export=export))
+    monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export_run", SimpleNamespace(export=export))
     monkeypatch.setattr(train_command, "launch", recording("launch", 9))
     return calls
 
@@ -195,17 +199,71 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == "omnizoo 0.1.0\n"
 
 
-def test_train_help_documents_every_key_within_100_columns(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 100
-    words = " ".join(out.split())
-    keys = reference.all_keys()
-    for key in keys:
+@pytest.fixture
+def shows(capsys):
+    """Return the output of a command that exits with code 0."""
+
+    def shows(*argv: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)
+        return capsys.readouterr().out
+
+    return shows
+
+
+@pytest.mark.parametrize("command", TAKE_OVERRIDES)
+def test_help_of_commands_with_a_config_is_short_and_lists_the_sections(shows, command):
+    lines = shows(command, "--help").splitlines()
+    assert len(lines) < 75
+    assert max(map(len, lines)) <= 100
+    for section, summary in reference.sections().items():
+        assert any(line.split(maxsplit=1) == [section, summary] for line in map(str.strip, lines))
+    assert len(shows("train", "my.yaml", "-h").splitlines()) < 45
+
+
+def test_help_of_sections_documents_every_key_within_100_columns(shows):
+    sections = section_names()
+    pages = {section: shows("train", "--help", section) for section in sections}
+    for key in reference.all_keys():
+        section = plain_key(key.key).rpartition(".")[0]
+        page = pages[section]
+        assert max(map(len, page.splitlines())) <= 100
+        words = " ".join(page.split())
         assert f"--{key.key} " in words
         assert key.description in words
-        assert f"{key.type}; {'required' if key.default == 'required' else f'default {key.default}'}" in words
+        default = "required" if key.default == "required" else f"default {key.default}"
+        details = f"keys: omnizoo train --help {plain_key(key.key)}" if plain_key(key.key) in sections else key.type
+        assert f"{details}; {default}" in words
+    assert "--data.sources.N.path" not in pages["data"]
+    assert shows("train", "--help", "data.sources.0") == pages["data.sources"]
+
+
+def test_help_of_a_key_shows_only_that_key(shows):
+    for name in ("train.precision", "precision"):
+        assert shows("eval", "--help", name).split()[0] == "--train.precision"
+    assert len(shows("train", "--help", "data.sources.path").splitlines()) < 6
+
+
+def test_help_search_finds_keys_by_name_and_description(shows):
+    found = shows("train", "--help-search", "PACK", "tokens")
+    assert found.startswith("--data.pack_tokens ")
+    assert "--train.tokens_per_step" in found
+    assert "--train.lr " not in found
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--help", "trian"], "did you mean train?"),
+        (["--help", "data.source"], "did you mean data.sources?"),
+        (["--help", "learning_rate"], "use train.lr"),
+        (["--help", "a\nb"], "sections: model, data"),
+        (["--help-search", "learning_rate"], "use train.lr"),
+        (["--help-search", "zzz"], '["zzz"]'),
+    ],
+)
+def test_unknown_name_in_help_is_one_line(fails, argv, expected):
+    assert expected in fails("train", *argv)
 
 
 def test_every_argument_of_every_command_has_a_help_text():
@@ -214,10 +272,24 @@ def test_every_argument_of_every_command_has_a_help_text():
     for name, command in parser.commands.items():
         for action in command._actions:
             assert action.help, (name, action.dest)
+            assert "process(es)" not in action.help, (name, action.dest)
+
+
+def test_every_option_with_a_value_states_its_default():
+    for name, command in build_parser().commands.items():
+        for action in command._actions:
+            is_help = action.metavar in ("SECTION", "WORD")
+            if action.option_strings and action.nargs != 0 and not is_help:
+                assert "default: " in action.help, (name, action.dest)
 
 
 def test_help_and_config_errors_do_not_import_torch():
-    argvs = [["--help"], *([command, "--help"] for command in COMMANDS), ["train", "my.yaml", "--train.steps", "0"]]
+    argvs = [
+        ["--help"],
+        *([command, "--help"] for command in COMMANDS),
+        ["train", "--help", "data"],
+        ["train", "my.yaml", "--train.steps", "0"],
+    ]
     code = (
         "import json, sys\nfrom omnizoo.cli.main import main\n"
         "for argv in json.loads(sys.argv[1]):\n"

@@ -52,7 +52,7 @@ def composed_folder(folder: Path) -> Path:
         "train": {"steps": 1, "packs_per_step": 1},
         "log": {"dir": str(folder.parent / "composing")},
     }
-    assert omnizoo.train(run) == 0
+    assert omnizoo.train(run).exit_code == 0
     assert main(["export", str(folder.parent / "composing"), str(folder)]) == 0
     return folder
 
@@ -90,7 +90,7 @@ def trains(model: Path, data: Path, folder: Path, capsys: pytest.CaptureFixture[
     short = ["--log.dir", str(folder / "run"), "--evaluation.every", "1", "--checkpoint.every", "0"]
     config = load_config(out, short)
     train = config.train.model_copy(update={"epochs": None, "steps": 2})
-    assert omnizoo.train(config.model_copy(update={"train": train})) == 0
+    assert omnizoo.train(config.model_copy(update={"train": train})).exit_code == 0
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert "eval/loss" in json.loads(lines[1])

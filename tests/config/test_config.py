@@ -1,5 +1,6 @@
 """Tests of config files and overrides: typed values, one line per mistake, and saving."""
 
+import json
 import os
 import re
 import subprocess
@@ -119,6 +120,159 @@ def test_override_of_aliased_item_changes_only_that_item(load):
     assert (config.data.sources[0].path, config.data.eval_sources[0].path) == ("a", "b")
 
 
+def test_override_of_aliased_item_unsets_exclusive_keys_only_in_that_item(load):
+    text = "model: {path: m}\ndata:\n  sources: &s [{rows: 'a:b', options: {c: 1}}]\n  eval_sources: *s\n"
+    config = load(text, "--data.eval_sources.0.path", "b")
+    assert config.data.sources == [SourceSettings(rows="a:b", options={"c": 1})]
+    assert config.data.eval_sources == [SourceSettings(path="b")]
+
+
+NEEDED_KEYS = ("model.path", "model.foundation.path", "sources.N.path")  # a complete config needs one of them
+
+
+def complete_config(key: str) -> str:
+    """Return a config file in which the section of `key` exists."""
+    data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
+    if key.startswith("model.foundation."):
+        return "model: {foundation: {path: a}}\n" + data
+    text = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
+    text += 'log: {callbacks: [{kind: "a:B"}]}\ntrain: {losses: [{}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
+    if key.startswith("evaluation.early_stop."):
+        text = text.replace("evaluation: {", "evaluation: {every: 1, early_stop: {}, ")
+    return text
+
+
+# Values of mutually exclusive keys, by section.
+EXCLUSIVE_VALUES = {
+    "model": {"path": "p", "config": {"model_type": "qwen3"}, "foundation": {"path": "p"}, "given": "g"},
+    "model.foundation": {"path": "p", "config": {"model_type": "qwen3"}},
+    "model.modalities.NAME.encoder": {"path": "p", "config": {"model_type": "qwen3"}},
+    "model.modalities.NAME.decoder": {"path": "p", "config": {"model_type": "qwen3"}},
+    "model.adapter": {"path": "p", "kind": "dora", "rank": 4, "alpha": 8.0, "targets": ["q"], "exclude": ["q"]}
+    | {"modules_to_save": ["q"], "init": "random"},
+    "data.sources.N": {"path": "p", "rows": "a:b", "given": "g"},
+    "data.eval_sources.N": {"path": "p", "rows": "a:b", "given": "g"},
+    "train": {"epochs": 2.0, "steps": 5, "warmup_ratio": 0.5, "warmup_steps": 3}
+    | {"tokens_per_step": 4096, "packs_per_step": 4},
+    "optimizer.groups.N": {"freeze": True, "lr": 0.1, "weight_decay": 0.1, "kind": "muon", "options": {"eps": 0.1}},
+}
+# Keys that are only valid together with another key of the same alternative.
+NEEDS_ANOTHER_KEY = {("model", "module"): "config", ("data.sources.N", "options"): "rows"} | {
+    ("data.eval_sources.N", "options"): "rows"
+}
+
+
+def exclusive_pairs() -> list[tuple[str, str, str]]:
+    """Return every section, key, and key that it replaces."""
+    pairs = []
+    for section, exclusive in reference.exclusive_keys().items():
+        for key, others in exclusive.items():
+            if (section, key) not in NEEDS_ANOTHER_KEY:
+                pairs += [(section, key, other) for other in others if (section, other) not in NEEDS_ANOTHER_KEY]
+    return pairs
+
+
+def with_exclusive(section: str, values: dict) -> dict:
+    """Return a config in which `section` has `values`."""
+    config: dict = {"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "optimizer": {"groups": []}}
+    encoders = {"encoder": {"kind": "a:B"}, "decoder": {"kind": "a:B"}}
+    if section.startswith("model"):
+        config["model"] = {"foundation": {"path": "f"}, "modalities": {"NAME": encoders}}
+    if section == "model.adapter":
+        config["model"] = {"path": "m", "adapter": values}
+    elif section == "model":
+        config["model"] = values
+    elif section == "model.foundation":
+        config["model"]["foundation"] = values
+    elif section.startswith("model.modalities"):
+        encoders[section.rpartition(".")[2]] |= values
+    elif section == "optimizer.groups.N":
+        config["optimizer"]["groups"] = [{"match": "*"} | values]
+    elif section == "train":
+        config["train"] = values
+    else:
+        config["data"][section.split(".")[1]] = [values]
+    return config
+
+
+@pytest.mark.parametrize(("section", "key", "other"), exclusive_pairs())
+def test_override_replaces_exclusive_key_of_the_file(load, errors, section, key, other):
+    values = EXCLUSIVE_VALUES[section]
+    errors(yaml.dump(with_exclusive(section, {key: values[key], other: values[other]})))
+    before = with_exclusive(section, {other: values[other]})
+    after = with_exclusive(section, {key: values[key]})
+    override = f"--{section.replace('.N.', '.0.').removesuffix('.N')}"
+    override += f"{'.0' if section.endswith('.N') else ''}.{key}"
+    assert load(yaml.dump(before), override, json.dumps(values[key])) == load(yaml.dump(after))
+
+
+def test_override_of_a_nested_key_replaces_exclusive_section(load):
+    text = "model: {module: 'a:b', config: {size: 8}}\ndata: {sources: [{rows: 'a:b', options: {c: 1}}]}\n"
+    config = load(text, "--model.foundation.path", "m", "--data.sources.0.path", "d")
+    assert config.model == ModelSection(foundation=SubmoduleSettings(path="m"))
+    assert config.data.sources == [SourceSettings(path="d")]
+
+
+def test_adapter_rank_on_the_command_line_does_not_replace_the_adapter_folder(errors):
+    (line,) = errors(SMALL.replace("model:\n", "model:\n  adapter: {path: p}\n"), "--model.adapter.rank", "4")
+    assert "model.adapter: path: " in line
+
+
+def keys_by_config() -> dict[str, list[str]]:
+    """Return all keys that have a default and no nested keys, by the config in which their section exists."""
+    keys = reference.all_keys()
+    configs: dict[str, list[str]] = {}
+    for key in keys:
+        has_nested_keys = any(other.key.startswith(f"{key.key}.") for other in keys)
+        if key.default != "required" and not has_nested_keys and not key.key.endswith(NEEDED_KEYS):
+            flag = key.key.replace(".N.", ".0.").replace(".NAME.", ".sensor.")
+            configs.setdefault(complete_config(key.key), []).append(flag)
+    return configs
+
+
+def test_null_on_the_command_line_unsets_every_key_that_has_a_default(load):
+    for text, keys in keys_by_config().items():
+        assert load(text, *(f"--{key}=null" for key in keys)) == load(text)
+
+
+def test_null_in_the_file_unsets_every_key_that_has_a_default(load):
+    for text, keys in keys_by_config().items():
+        values = yaml.safe_load(text)
+        for key in keys:
+            *parents, name = key.split(".")
+            container = values
+            for part in parents:
+                container = container[int(part)] if isinstance(container, list) else container.setdefault(part, {})
+            container[name] = None
+        assert load(yaml.dump(values)) == load(text)
+
+
+@pytest.mark.parametrize("value", ["null", "~", ""])
+def test_null_on_the_command_line_restores_the_default_of_a_key_in_the_file(load, value):
+    text = SMALL + "train: {epochs: 2, lr: 0.5, losses: [{kind: dpo, options: {beta: 0.5}}]}\ncheckpoint: {every: 9}\n"
+    changes = [f"--train.epochs={value}", f"--train.lr={value}", f"--checkpoint={value}"]
+    config = load(text, *changes, f"--train.losses.0.options.beta={value}", f"--model.adapter.rank={value}")
+    plain = load(SMALL + "train: {losses: [{kind: dpo}]}\n")
+    assert config == plain
+    assert config.train.model_dump() == plain.train.model_dump()
+
+
+def test_null_on_the_command_line_removes_a_named_entry(load):
+    text = "model:\n  foundation: {path: m}\n  modalities: {sensor: {encoder: {kind: 'a:B'}}}\n"
+    config = load(text + "data: {sources: [{path: d}]}\n", "--model.modalities.sensor", "null")
+    assert config.model.modalities == {}
+
+
+def test_null_is_a_value_for_options_of_a_plugin(load):
+    config = load(SMALL + "train: {losses: [{kind: 'a:B', options: {size: null}}]}\n")
+    assert config.train.losses[0].options == {"size": None}
+
+
+def test_null_of_an_unknown_key_is_an_error(errors):
+    (line,) = errors(SMALL, "--trian.steps", "null")
+    assert "trian.steps " in line
+
+
 def test_merged_key_can_be_overridden(load):
     text = "model: {path: m}\ndata:\n  sources: [&s {path: a, weight: 2}, {<<: *s, path: b}]\n"
     assert load(text).data.sources == [SourceSettings(path="a", weight=2.0), SourceSettings(path="b", weight=2.0)]
@@ -204,7 +358,8 @@ def test_words_that_yaml_1_1_converts_are_text(load, word):
         ),
         (["--log.dir", "2024"], ["log.dir is 2024", "text", "'\"...\"'"]),
         (["--parallel.dp_shard", "0"], ["parallel.dp_shard is 0", "-1"]),
-        (["--model.path", "x"], ["my.yaml:1 and command line: model: 2", "model.path"]),
+        (["--model.path", "x", "--model.config.model_type", "y"], ["my.yaml:1 and command line: model: 2"]),
+        (["--train.epochs", "2", "--train.steps", "9"], ["train.epochs: ", "train.steps"]),
         (["--data.sources.2.path", "b"], ["data.sources.2.path", "from 0 to 1", '"2"']),
         (["--model.config.model_type.x", "1"], ['model.config.model_type is "qwen3"', "mapping"]),
         (["--log.dir", "[a"], ['--log.dir "[a"', "YAML"]),
@@ -239,7 +394,7 @@ def test_wrong_override_is_one_line_with_key_value_and_fix(errors, overrides, ex
         (SMALL + "trian: {}\n", 5, ["trian ", "train?"]),
         (SMALL + "train.lr: 3\n", 5, ["train.lr ", "`train:`", "`lr:"]),
         (SMALL + "3: 4\n", 5, ["3 "]),
-        (SMALL + "log:\n", 5, ["log is null", "mapping"]),
+        ("model:\ndata: {sources: [{path: a}]}\n", 1, ["model is null", "mapping"]),
         ("model: {path: x}\n", None, ["data ", "mapping: sources of rows"]),
         ("model: {path: x}\ndata: {}\n", 2, ["data.sources ", "list of {path, weight, split, "]),
         ("model: {path: x}\ndata: {sources: []}\n", 2, ["data.sources is []", "list of"]),
@@ -338,22 +493,13 @@ def test_loading_a_config_does_not_import_torch_or_transformers(load):
 
 
 def test_every_key_has_a_description_and_accepts_its_default(load):
-    data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
-    composed = "model: {foundation: {path: a}}\n" + data
-    complete = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
-    complete += 'log: {callbacks: [{kind: "a:B"}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
-    evaluated = complete.replace("evaluation: {", "evaluation: {every: 1, early_stop: {}, ")
     keys = reference.all_keys()
     assert {"model.foundation.path", "model.modalities.NAME.encoder.kind"} <= {key.key for key in keys}
     for key in keys:
         assert key.description, key.key
-        if key.default == "required" or key.key.endswith(("model.path", "model.foundation.path", "sources.N.path")):
+        if key.default == "required" or key.key.endswith(NEEDED_KEYS):
             continue
-        text = complete
-        if key.key.startswith("model.foundation."):
-            text = composed
-        elif key.key.startswith("evaluation.early_stop."):
-            text = evaluated
+        text = complete_config(key.key)
         flag = key.key.replace(".N.", ".0.").replace(".NAME.", ".sensor.")
         changed = load(text, f"--{flag}", key.default)
         has_nested_keys = any(other.key.startswith(f"{key.key}.") for other in keys)

@@ -219,7 +219,7 @@ def test_media_bad_after_packing_are_skipped_and_counted(tmp_path: Path) -> None
     path = write_omni_config(tmp_path, "qwen3", train={"steps": 3})
     content = (tmp_path / "media" / "0.png").read_bytes()
     (tmp_path / "media" / "0.png").write_bytes(content[: len(content) // 2])
-    assert train(load_config(path, ["--data.on_bad_row=skip"])) == 0
+    assert train(load_config(path, ["--data.on_bad_row=skip"])).exit_code == 0
     listed = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
     last = read_steps(tmp_path / "run")[-1]
     assert last["undecodable_rows"] == len(listed) > 0

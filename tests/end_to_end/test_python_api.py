@@ -179,13 +179,13 @@ def test_reused_generator_and_missing_objects_raise(tokenizer: Path, tmp_path: P
     config = settings(tokenizer, tmp_path, train={"steps": 2, "packs_per_step": 1}, evaluation={"every": 1})
     with pytest.raises(UserError, match=r"eval_data= \(generator\): .*no rows"):
         omnizoo.train(config, model=plugin_model(), data=rows, eval_data=rows)
-    assert omnizoo.train(settings(tokenizer, tmp_path / "run"), model=plugin_model(), data=ROWS) == 0
+    assert omnizoo.train(settings(tokenizer, tmp_path / "run"), model=plugin_model(), data=ROWS).exit_code == 0
     saved = tmp_path / "run" / "config.yaml"
     with pytest.raises(UserError, match="TinyModel"):
         omnizoo.train(saved, data=ROWS)
     with pytest.raises(UserError, match=r"data= \(list\) was a Python object"):
         omnizoo.train(saved, model=plugin_model())
-    assert omnizoo.train(saved, model=plugin_model(), data=ROWS) == 0  # nothing to do
+    assert omnizoo.train(saved, model=plugin_model(), data=ROWS).exit_code == 0  # nothing to do
 
 
 BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -246,14 +246,14 @@ def test_run_on_python_rows_equals_run_on_file(tokenizer: Path, tmp_path: Path) 
     every = {"every": 2}
     config = settings(tokenizer, tmp_path / "file", model={"config": model_config("qwen3")}, evaluation=every)
     on_file = {"sources": [{"path": str(file)}], "eval_sources": [{"path": str(file)}]}
-    assert omnizoo.train(config | {"data": config["data"] | on_file}) == 0
+    assert omnizoo.train(config | {"data": config["data"] | on_file}).exit_code == 0
 
     def run(rows: Any, steps: int, workers: int) -> int:
         sections = settings(
             tokenizer, tmp_path / "rows", model=config["model"], evaluation=every, train={"steps": steps}
         )
         sections["data"] |= {"workers": workers}
-        return omnizoo.train(sections, data=rows, eval_data=tuple(ROWS))
+        return omnizoo.train(sections, data=rows, eval_data=tuple(ROWS)).exit_code
 
     assert run(ROWS, 2, workers=1) == 0
     with pytest.raises(UserError, match=r"data= \(list\)\) has changed since the checkpoint: its rows differ"):
@@ -316,9 +316,11 @@ def test_model_object_trains_like_its_folder(tokenizer: Path, tmp_path: Path) ->
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attention = model.config._attn_implementation
     config = settings(tokenizer, tmp_path / "folder", model={"path": str(tmp_path / "model")})
-    assert omnizoo.train(config, data=ROWS) == 0
+    assert omnizoo.train(config, data=ROWS).exit_code == 0
     config = settings(tokenizer, tmp_path / "object", model={"tokenizer": None})
-    assert omnizoo.train(config, model=model, tokenizer=AutoTokenizer.from_pretrained(tokenizer), data=ROWS) == 0
+    assert (
+        omnizoo.train(config, model=model, tokenizer=AutoTokenizer.from_pretrained(tokenizer), data=ROWS).exit_code == 0
+    )
     assert losses(tmp_path / "object") == losses(tmp_path / "folder")
     assert model.config._attn_implementation == attention
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -333,7 +335,9 @@ def test_module_object_keeps_weights_resumes_and_is_exported(tokenizer: Path, tm
     def start(run: str, steps: int) -> int:
         model = plugin_model()
         model.positions.requires_grad_(False)
-        return omnizoo.train(settings(tokenizer, tmp_path / run, train={"steps": steps}), model=model, data=ROWS)
+        return omnizoo.train(
+            settings(tokenizer, tmp_path / run, train={"steps": steps}), model=model, data=ROWS
+        ).exit_code
 
     assert start("uninterrupted", 4) == 0
     assert start("resumed", 2) == 0
@@ -399,7 +403,9 @@ def raise_on_all_ranks(process: Process, tokenizer: Path, folder: Path) -> None:
         config = settings(tokenizer, folder / "refused", evaluation={"every": 2 * ("eval_data" in objects)})
         with pytest.raises(UserError, match=message):
             omnizoo.train(config, **objects)
-    assert omnizoo.train(settings(tokenizer, folder / "two"), model=plugin_model(process.rank), data=ROWS) == 0
+    assert (
+        omnizoo.train(settings(tokenizer, folder / "two"), model=plugin_model(process.rank), data=ROWS).exit_code == 0
+    )
 
 
 @pytest.mark.slow
@@ -421,5 +427,5 @@ def test_objects_on_four_ranks_match_one_process(tokenizer: Path, tmp_path: Path
 def test_objects_that_differ_between_ranks_raise_on_all_ranks(tokenizer: Path, tmp_path: Path) -> None:
     done = run_on_ranks(raise_on_all_ranks, 2, tokenizer, tmp_path)
     assert done.code == 0, done.stdout + done.stderr
-    assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=plugin_model(), data=ROWS) == 0
+    assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=plugin_model(), data=ROWS).exit_code == 0
     assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6, atol=0)

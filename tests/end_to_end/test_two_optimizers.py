@@ -56,7 +56,10 @@ def test_two_models_teach_each_other_in_turn(
 
     # Before its first update, model a has the cross entropy of a run without a peer.
     assert (
-        omnizoo.train(load_config(ARGUMENTS[0], [*ARGUMENTS[1:], "--train.steps", "1", f"--log.dir={tmp_path}"])) == 0
+        omnizoo.train(
+            load_config(ARGUMENTS[0], [*ARGUMENTS[1:], "--train.steps", "1", f"--log.dir={tmp_path}"])
+        ).exit_code
+        == 0
     )
     one_step_loss = float(re.findall(r'"loss": ([\d.]+)', (tmp_path / "metrics.jsonl").read_text())[0])
     assert first[0][2] == pytest.approx(one_step_loss, abs=1e-6)

@@ -60,7 +60,7 @@ def test_training_changes_only_unfrozen_parameters(tmp_path: Path, capsys: pytes
     path = write_config(tmp_path)
     overrides = ["--model.freeze", "[model.layers.0, embed_tokens]", "--train.steps", "2", "--data.workers", "0"]
     config = load_config(path, overrides)
-    assert train(config) == 0
+    assert train(config).exit_code == 0
     assert len(read_steps(tmp_path / "run")) == 2
     before = build_model(config.model, "fp32")
     share = 1 - sum(p.numel() for n, p in before.named_parameters() if n in frozen(before, config.model.freeze)) / sum(

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from omnizoo.config import reference
 from omnizoo.config.overrides import apply_override
-from omnizoo.config.sections.train import EXCLUSIVE_KEYS
 
 
 def flow(value: Any) -> str:
@@ -56,14 +56,12 @@ def write_overrides(text: str, changes: Mapping[str, Any]) -> str:
 
 
 def _replaced(changes: Mapping[str, Any]) -> list[str]:
-    """Return the keys of `train` that an override replaces, because one is derived from the other."""
+    """Return the keys that cannot be set together with an override, which therefore replaces them."""
     replaced = []
-    for pair in EXCLUSIVE_KEYS:
-        for key, other in (pair, pair[::-1]):
-            if f"train.{key}" in changes and f"train.{other}" not in changes:
-                replaced.append(f"train.{other}")
-    if "train.tokens_per_step" in changes:
-        replaced.append("train.packs_per_step")
+    for key in changes:
+        section, _, name = key.partition(".")
+        others = reference.exclusive_keys().get(section, {}).get(name.partition(".")[0], ())
+        replaced += [f"{section}.{other}" for other in others if f"{section}.{other}" not in changes]
     return replaced
 
 

@@ -1,7 +1,7 @@
 """Base class of all config sections, value types, and Python objects as values."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
@@ -41,8 +41,20 @@ def to_plain(value: Any) -> Any:
 Object = Annotated[Text | PythonObject | None, PlainSerializer(to_plain)]
 
 
+def alternatives(*groups: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return, for each key of mutually exclusive groups of keys, the keys of all other groups."""
+    exclusive: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        others = [key for other in groups if other != group for key in other]
+        exclusive |= dict.fromkeys(group, tuple(others))
+    return exclusive
+
+
 class ConfigSection(BaseModel):
     """A frozen group of keys. Unknown keys are errors, and types are strict."""
+
+    # Keys that cannot be set together with a key. On the command line, a key replaces those of the file.
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     model_config = ConfigDict(
         frozen=True,
@@ -53,6 +65,15 @@ class ConfigSection(BaseModel):
         arbitrary_types_allowed=True,  # for `PythonObject`
         use_attribute_docstrings=True,  # strings below fields are the descriptions of keys
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_nulls(cls, value: Any) -> Any:
+        """Remove keys that are null and have a default."""
+        if not isinstance(value, dict):
+            return value
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: item for key, item in value.items() if item is not None or key not in optional}
 
 
 class NamedSettings(ConfigSection):
@@ -66,6 +87,8 @@ class NamedSettings(ConfigSection):
 
 class SubmoduleSettings(ConfigSection):
     """Settings of a submodule that has its own weights."""
+
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("config",))
 
     path: Text | None = None
     """HF folder with pretrained weights, or `ORG/NAME` on the Hugging Face Hub"""

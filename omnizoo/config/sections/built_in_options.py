@@ -1,6 +1,6 @@
 """Checks for the options of built-in losses and optimizers, which run before torch is imported."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -34,6 +34,25 @@ def check_options(kind: str, known: Mapping[str, Any], options: Mapping[str, Any
         except ValidationError:
             expected = annotation_text(known[name])
             raise ValueError(f"{key}.{name} is {show_value(value)}; expected {expected}") from None
+
+
+def without_nulls(settings: Any, built_in: Collection[str], default_kind: Any) -> Any:
+    """Return unvalidated settings without `options` that are null, if the kind is built in.
+
+    Null unsets an option of a built-in kind. For a plugin, null is a value.
+
+    Args:
+        settings: A mapping with `options`, and maybe `kind`. Other values are returned unchanged.
+        built_in: The built-in kinds.
+        default_kind: The kind if `settings` has none.
+    """
+    if not isinstance(settings, dict) or not isinstance(settings.get("options"), dict):
+        return settings
+    kind = settings.get("kind")
+    if (default_kind if kind is None else kind) not in built_in:
+        return settings
+    options = {name: value for name, value in settings["options"].items() if value is not None}
+    return settings | {"options": options}
 
 
 def to_tuple(value: Any) -> Any:

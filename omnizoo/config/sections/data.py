@@ -3,13 +3,13 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
 from omnizoo.config.hub import without_revision
 from omnizoo.config.plugins import plugin
-from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, to_plain
+from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, alternatives, to_plain
 
 MIN_LANES = 8
 MAX_FITTING_LANES = 64  # each lane buffers a few hundred samples
@@ -47,6 +47,8 @@ TemplateOptions = Annotated[dict[Text, bool | int | float | str], AfterValidator
 
 class SourceSettings(ConfigSection):
     """Settings of one source of rows."""
+
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("rows", "options"), ("given",))
 
     path: Text | None = None
     """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, a dataset on the

@@ -44,7 +44,7 @@ class LogSection(ConfigSection):
     """whether to write TensorBoard events"""
 
     wandb: Text | None = None
-    """W&B project to log to, which needs `pip install omnizoo[wandb]`; default: none"""
+    """W&B project to log to, which needs `pip install 'omnizoo[wandb]'`; default: none"""
 
     callbacks: list[CallbackSettings] = Field([])
     """callback plugins (docs/how-to/callbacks.md): `package.module:Class`, or `{kind, options}` with arguments"""

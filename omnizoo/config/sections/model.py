@@ -1,11 +1,19 @@
 """Keys of `model`: source of the weights, submodules, adapter."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from omnizoo.config.plugins import plugin
-from omnizoo.config.sections.base import ConfigSection, LearningRate, LossWeight, Object, SubmoduleSettings, Text
+from omnizoo.config.sections.base import (
+    ConfigSection,
+    LearningRate,
+    LossWeight,
+    Object,
+    SubmoduleSettings,
+    Text,
+    alternatives,
+)
 
 
 class EncoderSettings(SubmoduleSettings):
@@ -79,6 +87,11 @@ class ModalitySettings(ConfigSection):
 class AdapterSettings(ConfigSection):
     """Settings of a LoRA adapter."""
 
+    # The folder determines the other keys. They do not replace the folder, because the run would lose its start.
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = {
+        "path": ("kind", "rank", "alpha", "targets", "exclude", "modules_to_save", "init")
+    }
+
     kind: Literal["lora", "dora", "rslora"] = "lora"
     """kind of adapter: `lora`; `dora`, which also trains the norm of each weight row; `rslora`, which scales by alpha /
     sqrt(rank)"""
@@ -117,8 +130,7 @@ class AdapterSettings(ConfigSection):
     @model_validator(mode="after")
     def _check_path(self) -> "AdapterSettings":
         fields = type(self).model_fields
-        others = [name for name in fields if name not in ("path", "dropout", "base")]
-        changed = [name for name in others if getattr(self, name) != fields[name].default]
+        changed = [name for name in self.exclusive["path"] if getattr(self, name) != fields[name].default]
         if self.path is not None and changed:
             raise ValueError(f"path: the adapter folder determines {changed[0]}. Remove {', '.join(changed)}.")
         return self
@@ -126,6 +138,10 @@ class AdapterSettings(ConfigSection):
 
 class ModelSection(ConfigSection):
     """Keys of `model`."""
+
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(
+        ("path",), ("config", "module"), ("foundation",), ("given",)
+    )
 
     path: Text | None = None
     """HF folder with config, safetensors weights and tokenizer, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging

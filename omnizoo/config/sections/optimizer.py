@@ -1,11 +1,12 @@
 """Keys of `optimizer`: kind, options, weight decay, parameter groups, moving average."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from omnizoo.config.plugins import built_in_or_plugin
-from omnizoo.config.sections.base import ConfigSection, LearningRate, PositiveInt, Text, WeightDecay
+from omnizoo.config.sections.base import ConfigSection, LearningRate, PositiveInt, Text, WeightDecay, alternatives
+from omnizoo.config.sections.built_in_options import without_nulls
 from omnizoo.config.sections.optimizer_options import OPTIMIZERS, check_optimizer_options
 
 OptimizerKind = Annotated[Text, built_in_or_plugin(OPTIMIZERS, "optimizer")]
@@ -13,6 +14,10 @@ OptimizerKind = Annotated[Text, built_in_or_plugin(OPTIMIZERS, "optimizer")]
 
 class ParameterGroupSettings(ConfigSection):
     """Settings for a group of parameters. Keys that are not set use the values of the run."""
+
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(
+        ("freeze",), ("lr", "weight_decay", "kind", "options")
+    )
 
     match: Text | Annotated[list[Text], Field(min_length=1)]
     """glob pattern or list of patterns for names of parameters, such as `model.layers.0.*`; the first matching group
@@ -83,6 +88,18 @@ class OptimizerSection(ConfigSection):
 
     ema: EmaSettings | None = None
     """moving average of the weights, such as `{decay: 0.999}`, for `omnizoo export --ema`; default: none"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_null_options(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = without_nulls(value, OPTIMIZERS, cls.model_fields["kind"].default)
+        kind = value.get("kind") or cls.model_fields["kind"].default
+        groups = value.get("groups")
+        if isinstance(groups, list):
+            value = value | {"groups": [without_nulls(group, OPTIMIZERS, kind) for group in groups]}
+        return value
 
     @model_validator(mode="after")
     def _check_options(self) -> "OptimizerSection":

@@ -1,7 +1,7 @@
 """Keys of `train`: length, batch, learning rate, losses, precision."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -15,13 +15,12 @@ from omnizoo.config.sections.base import (
     PositiveInt,
     Steps,
     Text,
+    alternatives,
 )
-from omnizoo.config.sections.built_in_options import check_options
+from omnizoo.config.sections.built_in_options import check_options, without_nulls
 from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, default_name
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-# In each pair, one key is derived from the other.
-EXCLUSIVE_KEYS = (("epochs", "steps"), ("warmup_ratio", "warmup_steps"))
 
 
 class LossSettings(ConfigSection):
@@ -47,9 +46,21 @@ class LossSettings(ConfigSection):
         """Name of the loss in metrics: `loss/LABEL`."""
         return self.name or default_name(self.kind)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_null_options(cls, value: Any) -> Any:
+        return without_nulls(value, LOSSES, cls.model_fields["kind"].default)
+
 
 class TrainSection(ConfigSection):
     """Keys of `train`."""
+
+    # In each pair, one key is derived from the other.
+    exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
+        alternatives(("epochs",), ("steps",))
+        | alternatives(("warmup_ratio",), ("warmup_steps",))
+        | alternatives(("tokens_per_step",), ("packs_per_step",))
+    )
 
     steps: PositiveInt = 1000
     """number of optimizer steps of the run"""
@@ -126,7 +137,8 @@ class TrainSection(ConfigSection):
     def _check_exclusive(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        for key, other in EXCLUSIVE_KEYS:
+        for key in ("epochs", "warmup_ratio"):  # `Config` checks tokens_per_step, because it derives packs_per_step
+            (other,) = cls.exclusive[key]
             if value.get(key) and value.get(other) not in (None, 0):
                 raise ValueError(
                     f"train.{key}: train.{other} is also set, and one determines the other. Remove one of them."

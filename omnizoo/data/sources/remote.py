@@ -17,12 +17,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from omnizoo.config.errors import UserError, first_line
+from omnizoo.config.versions import install_command
 from omnizoo.data.sources.base import MediaFolder
 from omnizoo.modalities.media import BadMedia
 
 log = logging.getLogger(__name__)
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 VERSIONS = ("ETag", "etag", "checksum", "md5", "sha256", "blob_id", "last_commit", "mtime", "LastModified", "created")
+PROTOCOLS_OF_EXTRA = ("s3", "s3a", "gs", "gcs")  # file systems in the extra `remote`
 
 
 def is_address(path: str) -> bool:
@@ -168,7 +170,9 @@ def connect(address: str) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(address)
     except ImportError as error:  # the message of fsspec contains the name of the package
-        raise UserError(f"{address}: a package is not installed: {first_line(error)}") from None
+        protocol = address.partition("://")[0]
+        hint = f". Run `{install_command('remote')}`." if protocol in PROTOCOLS_OF_EXTRA else ""
+        raise UserError(f"{address}: a package is not installed: {first_line(error)}{hint}") from None
     except ValueError as error:
         expected = "expected a file, a folder, or an address that fsspec supports"
         raise UserError(f"{address}: {first_line(error)}; {expected}") from None

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.versions import install_command
 from omnizoo.modalities.media import BadMedia, Media
 
 MAX_PIXELS = 1 << 26  # maximum number of pixels in one image or frame (8192 x 8192), checked before decoding
@@ -29,8 +30,9 @@ def optional(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
+        command = install_command("media")
         raise UserError(
-            f"{package}: not installed, but the data has media that need it. Run pip install omnizoo[media] ({error})."
+            f"{package}: not installed, but the data has media that need it. Run `{command}` ({error})."
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.config.versions import install_command
 from omnizoo.reporting.metrics_file import AppendingFile
 from omnizoo.reporting.report import write_report
 from omnizoo.reporting.run_folder import RunFolder, replace_file
@@ -82,7 +83,7 @@ class WandbLogger(Logger):
             import wandb
         except ModuleNotFoundError as error:
             raise UserError(
-                f"log.wandb: the value is {project!r}, but wandb is not installed. Run `pip install omnizoo[wandb]`, "
+                f"log.wandb: the value is {project!r}, but wandb is not installed. Run `{install_command('wandb')}`, "
                 "or unset log.wandb."
             ) from error
         self._wandb = wandb

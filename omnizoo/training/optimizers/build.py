@@ -21,6 +21,7 @@ from omnizoo.config.plugins import CODE_ERRORS, check_call, keyword_parameters, 
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.built_in_options import to_tuple
 from omnizoo.config.sections.optimizer import EmaSettings
+from omnizoo.config.versions import install_command
 from omnizoo.models.component_settings import ComponentSettings
 from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.ops.memory.offload import OffloadedState
@@ -291,7 +292,7 @@ def _class_of(choice: Choice) -> Any:
     kind = KINDS.get(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:
         raise UserError(
-            f"{key}.kind: {choice.kind} needs the package {kind.package}. Run `pip install {kind.package}`."
+            f"{key}.kind: {choice.kind} needs the package {kind.package}. Run `{install_command(kind.package)}`."
         )
     spec = kind.target if kind else choice.kind
     optimizer_class = resolve_class(spec, f"{key}.kind", torch.optim.Optimizer, EXPECTED)

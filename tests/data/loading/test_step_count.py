@@ -157,7 +157,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_a_run_by_epochs_trains_saves_and_is_done(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(small) == 0
+    assert train(small).exit_code == 0
     steps = read_steps(small.parent / "run")
     assert steps[-1]["epoch"] == 2
     assert steps[-1]["step"] == len(steps)
@@ -167,7 +167,7 @@ def test_a_run_by_epochs_trains_saves_and_is_done(small: Path, capsys: pytest.Ca
     for fact in (f"{len(steps)} steps: 2 epochs", "60 rows, read as text", "20 rows, read as messages", "100.0%"):
         assert fact in said
     assert "4 packs of up to 96 tokens, 384 in total" in said
-    assert train(str(small.parent / "run" / "config.yaml")) == 0
+    assert train(str(small.parent / "run" / "config.yaml")).exit_code == 0
     assert "nothing to do" in capsys.readouterr().out
 
 

@@ -442,7 +442,7 @@ def test_user_models_and_modules_can_have_adapter(is_own: bool, tmp_path: Path) 
     train = {"steps": 3, "packs_per_step": 2, "warmup_steps": 0}
     fields = yaml.safe_load(write_config(tmp_path, model={"adapter": adapter}, train=train).read_text())
     fields["model"].pop("config")
-    assert omnizoo.train(fields, model=given) == 0
+    assert omnizoo.train(fields, model=given).exit_code == 0
     losses = [row["loss"] for row in read_steps(tmp_path / "run")]
     assert losses[-1] != losses[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())

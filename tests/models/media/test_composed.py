@@ -74,7 +74,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a model for a few steps, and export it to a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
     config = load_config(write_omni_config(folder, "qwen3", train={"steps": 2}), [])
-    assert train(config) == 0
+    assert train(config).exit_code == 0
     export(folder / "run", folder / "model", allow_code=["sensor"])
     return folder / "model"
 

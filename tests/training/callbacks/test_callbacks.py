@@ -87,11 +87,11 @@ def test_events_arrive_in_order_and_match_the_run_folder(folder: Path, tmp_path:
 def test_callback_objects_keep_their_state_over_resume(folder: Path, tmp_path: Path) -> None:
     whole, first, second = own.Counts(), own.Counts(), own.Counts()
     config = str(folder / "tiny.yaml")
-    assert omnizoo.train(load_config(config, [f"--log.dir={tmp_path / 'whole'}"]), callbacks=[whole]) == 0
+    assert omnizoo.train(load_config(config, [f"--log.dir={tmp_path / 'whole'}"]), callbacks=[whole]).exit_code == 0
     again = load_config(config, [f"--log.dir={tmp_path / 'two'}"])
-    assert omnizoo.train(again, callbacks=[first, own.StopsAt(1)]) == 0
+    assert omnizoo.train(again, callbacks=[first, own.StopsAt(1)]).exit_code == 0
     assert len(first.losses) == 2  # the step under way is finished
-    assert omnizoo.train(again, callbacks=[second]) == 0
+    assert omnizoo.train(again, callbacks=[second]).exit_code == 0
     assert second.losses == whole.losses == [row["loss"] for row in read_steps(tmp_path / "two")]
     assert second.starts == 2
 
