@@ -203,7 +203,17 @@ def _similar_keys(key: str) -> list[str]:
     similar_siblings = [known for known, last in siblings.items() if last in similar_names]
     if similar_siblings:
         return similar_siblings
-    section = key.partition(".")[0]
+    return _similar_name(key.partition(".")[0], name, plain)
+
+
+def _similar_name(section: str, name: str, plain: dict[str, str]) -> list[str]:
+    """Return the key with the most similar name in a section or, if it is very similar, in another section.
+
+    Args:
+        section: The section.
+        name: The name to search for.
+        plain: The last part of each key.
+    """
     in_section = {known: last for known, last in plain.items() if known.startswith(f"{section}.")}
     for candidates, cutoff in ((in_section, 0.75), (plain, OTHER_SECTION_CUTOFF)):
         similar_names = get_close_matches(name, candidates.values(), n=1, cutoff=cutoff)

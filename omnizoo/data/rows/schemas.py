@@ -193,6 +193,11 @@ def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[st
     for name in TOKEN_NAMES:
         if name in present:
             return {"input_ids": name}, "to read it as token ids"
+    return _columns_of_text(present, media)
+
+
+def _columns_of_text(present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:
+    """Return renamed columns for a row with one text, which is a transcript or caption if the row has media."""
     names = [name for name in present if name not in METADATA_FIELDS]
     media_columns = [name for name in names if name in media or name.removesuffix("s") in media]
     texts = [name for name in names if isinstance(present[name], str) and name not in media_columns]
