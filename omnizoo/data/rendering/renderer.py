@@ -18,11 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from omnizoo.config.errors import UserError
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
-from omnizoo.data.rendering.marked_messages import THINK_TAG
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
 from omnizoo.data.rendering.response_spans import check_calls, target_spans
 from omnizoo.data.rendering.template_conventions import Conventions
-from omnizoo.data.rendering.template_sandbox import REASONING
 from omnizoo.data.rendering.thinking import Thinking, TurnChoice, keep_thoughts
 from omnizoo.data.rendering.token_rows import TokenRowRenderer
 from omnizoo.data.row import CONVERSATION, DEFAULT_SCHEMA, BadRow, Row, SourceSchema
@@ -624,15 +622,9 @@ class Renderer:
 
 
 def _may_contain_reasoning(messages: Any) -> bool:
-    """Whether a message may contain reasoning. A quick check of messages in any convention."""
-    if not isinstance(messages, list):
-        return False
-    for message in messages:
-        if isinstance(message, dict):
-            values = [value for name, value in message.items() if value is not None and name not in ("role", "from")]
-            if any(message.get(name) for name in REASONING) or THINK_TAG.search(str(values)):
-                return True
-    return False
+    """Whether a message may contain reasoning: a quick check of messages in any convention, which may be wrong."""
+    text = str(messages).lower()
+    return "think" in text or "reasoning" in text
 
 
 def transcript(messages: Sequence[Message]) -> str:

@@ -61,7 +61,22 @@ def thought(number: int, answer: str) -> str:
     return f"<think>\n{THOUGHTS[number]}\n</think>\n\n{answer}<|im_end|>"
 
 
-@pytest.mark.parametrize("messages", [FIELD_ROW, TAG_ROW])
+PART_ROW = [
+    message
+    | {
+        "reasoning_content": None,
+        "content": [
+            {"type": "reasoning", "value": message["reasoning_content"]},
+            {"type": "text", "value": message["content"]},
+        ],
+    }
+    if "reasoning_content" in message
+    else message
+    for message in FIELD_ROW
+]
+
+
+@pytest.mark.parametrize("messages", [FIELD_ROW, TAG_ROW, PART_ROW])
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
