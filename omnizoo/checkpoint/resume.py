@@ -137,7 +137,10 @@ def _plan(config: Config, directory: Path) -> ResumePlan:
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if identity and identity.resume == "never" and num_restarts and resumed:
             return resumed
-        raise UserError(f"checkpoint.resume: never is not possible, because {existing[0]} exists. {ADVICE}")
+        raise UserError(
+            f"checkpoint.resume: never is not possible, because {directory} contains {existing[0].name} of a run. "
+            f"{ADVICE}"
+        )
 
     key = "checkpoint.resume"
     target = request

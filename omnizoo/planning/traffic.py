@@ -54,8 +54,8 @@ class Traffic(CollectiveCounter):
         tagged = [axis for axis in tagged_axes() if axis in possible]
         if len(possible) > 1 and len(tagged) != 1:
             raise UserError(
-                f"plan: the axis of a collective ({name}) is unknown: {', '.join(possible)} have the same ranks. "
-                "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
+                f"plan: {name} on ranks that the axes {', '.join(possible)} have in common has no tag, so its axis is "
+                "unknown. Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
             )
         axis = tagged[0] if tagged else possible[0]
         is_like_dense = axis == "ep_shard" and "shard" in possible  # ep is 1, so experts are sharded like dense weights
