@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from dataset_shapes import NUM_ROWS, SHAPES, Shape
-from test_new_config import model_folder
+from model_folders import model_folder
 
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config

@@ -14,6 +14,7 @@ from fixtures import make_tokenizer
 from huggingface_hub import load_torch_model
 from own_module import TinyModel
 from processes import run_on_ranks, stay_in_this_world
+from python_runs import ROWS, plugin_model, settings
 from tiny import model_config, read_steps, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -33,30 +34,12 @@ from omnizoo.parallel.process import Process
 from omnizoo.verification.prepare import load_trial, save_trial
 from omnizoo.verification.trial import run_trial
 
-ROWS = own_rows.make()
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return folder
-
-
-def settings(tokenizer: Path, run: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "model": {"tokenizer": str(tokenizer)},
-        "data": {"pack_tokens": 64, "lanes": 4, "look_ahead": 8},
-        "train": {"steps": 4, "packs_per_step": 4, "lr": 3e-3, "schedule": "constant"},
-        "log": {"dir": str(run), "tensorboard": False},
-    }
-    return {name: config.get(name, {}) | sections.get(name, {}) for name in {*config, *sections}}
-
-
-def plugin_model(seed: int = 0) -> TinyModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return TinyModel(512, 32, 4, 2)
 
 
 def hf_model(seed: int = 0) -> Any:

@@ -8,15 +8,21 @@ from pathlib import Path
 
 import own_rows
 import pytest
+from fixtures import make_tokenizer
 from notebook_kernel import install_kernel
-from test_python_api import ROWS, plugin_model, settings, tokenizer
+from python_runs import ROWS, plugin_model, settings
 from tiny import model_config
 from transformers import AutoModelForCausalLM
 
 import omnizoo
 from omnizoo.cli.main import main
 
-__all__ = ["tokenizer"]  # a fixture
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
