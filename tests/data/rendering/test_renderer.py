@@ -20,6 +20,7 @@ from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.rendering.response_spans import target_spans
 from omnizoo.data.row import BadRow
+from omnizoo.data.sample import RenderedRow
 
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -86,7 +87,11 @@ def renderer_for(folder: Path, template: str | None, **options: Any) -> Renderer
 
 def shown(renderer: Renderer, row: dict[str, Any]) -> str:
     """The rendered row with [[ ]] around the runs of targets."""
-    rendered = renderer.render(row)
+    return marked(renderer, renderer.render(row))
+
+
+def marked(renderer: Renderer, rendered: RenderedRow) -> str:
+    """A sample with [[ ]] around the runs of targets."""
     runs = np.split(np.arange(len(rendered.input_ids)), np.flatnonzero(np.diff(rendered.is_target)) + 1)
     pieces = []
     for run in runs:
@@ -127,10 +132,13 @@ def test_mistral_like_template_without_generation_prompt(tmp_path: Path, trim_of
 def test_qwen3_like_template_that_strips_thinking_from_earlier_turns(tmp_path: Path) -> None:
     first = "<think>\nhm\n</think>\n\nhello"
     second = "<think>\nwell\n</think>\n\nso on"
-    assert shown(renderer_for(tmp_path, QWEN3), {"messages": conversation("hi", first, "and?", second)}) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n"
-        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[[<think>\nwell\n</think>\n\nso on<|im_end|>]]\n"
-    )
+    renderer = renderer_for(tmp_path, QWEN3)
+    samples = renderer.render_samples({"messages": conversation("hi", first, "and?", second)})
+    assert [marked(renderer, sample) for sample in samples] == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[[<think>\nwell\n</think>\n\nso on<|im_end|>]]\n",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[<think>\nhm\n</think>\n\nhello<|im_end|>]]\n",
+    ]
 
 
 def test_an_empty_thinking_block_that_the_template_inserts_is_learnt(tmp_path: Path) -> None:
@@ -153,7 +161,7 @@ def test_tool_calls_are_learnt_with_the_turn_that_makes_them(tmp_path: Path) -> 
 
 
 def test_a_generation_prompt_that_the_conversation_does_not_contain(tmp_path: Path) -> None:
-    row = {"messages": conversation("hi", "hm</think>hello", "and <A><think>\n?", "so on")}
+    row = {"messages": conversation("hi", "hello", "and <A><think>\n?", "so on")}
     assert shown(renderer_for(tmp_path, THINKING_PROMPT), row) == (
         "<U>hi<A>[[hello<E>]]<U>and <A><think>\n?<A>[[so on<E>]]"
     )

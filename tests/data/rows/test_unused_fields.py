@@ -33,7 +33,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 def verdict(renderer: Renderer, row: dict[str, Any]) -> str:
     try:
-        return str(renderer.render(row).input_ids.tolist())
+        return str([sample.input_ids.tolist() for sample in renderer.render_samples(row)])
     except BadRow as bad:
         return str(bad)
 
