@@ -128,8 +128,8 @@ class SequenceParallel:
         if pattern.dropout > 0.0 and self.ring > 1:
             raise UserError(
                 f"parallel.ring: {self.ring} does not support attention dropout, which the model sets to "
-                f"{pattern.dropout}. Set its attention_dropout to 0, or use parallel.ulysses: {self.ring * self.ulysses} "
-                "with ring 1."
+                f"{pattern.dropout}. Set its attention_dropout to 0, or use parallel.ulysses: "
+                f"{self.ring * self.ulysses} with ring 1."
             )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.ulysses == 1:
