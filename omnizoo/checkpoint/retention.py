@@ -66,7 +66,7 @@ def read_best(directory: Path) -> Best | None:
             step=fields["step"],
         )
         if type(best.step) is not int:
-            raise TypeError(f"step is {best.step!r:.40}")
+            raise TypeError(f"step is {best.step!r:.40}; expected an integer")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

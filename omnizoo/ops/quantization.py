@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from omnizoo.ops.torch_private import without_function_modes
 
 BLOCK = 64  # how many numbers share a scale
-CHUNK = 2**24  # how many values are converted at a time; intermediates take several times their memory
+CHUNK = 2**24  # how many values are converted at a time, because temporary tensors are several times larger
 # The published values, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

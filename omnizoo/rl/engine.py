@@ -279,7 +279,7 @@ class Engine:
 
     def _build_scorer(self, reference: bool) -> Scorer:
         model = self.model
-        if reference:  # build it as preference losses do
+        if reference:  # build the reference model as preference losses do
             dpo = DPO()
             sync_errors(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
             model = dpo.reference.scorer.model

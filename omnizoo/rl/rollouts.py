@@ -134,14 +134,16 @@ class RolloutReader:
     def _read(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[RenderedRow, Ids, Rollout]]:
         """Yield (rendered prompt, response ids, rollout). A prompt object that rollouts share is rendered only once."""
         if isinstance(rollouts, Rollout | str | bytes) or not isinstance(rollouts, Sequence):
-            raise UserError(f"rollouts: the type is {type(rollouts).__name__}. Pass a list of omnizoo.Rollout.")
+            raise UserError(
+                f"rollouts: expected a list of omnizoo.Rollout, but got a value of type {type(rollouts).__name__}"
+            )
         if not rollouts:
             raise UserError("rollouts: the list is empty. Pass at least one omnizoo.Rollout.")
         prompts: dict[int, RenderedRow] = {}  # by `id` of the prompt object
         for number, rollout in enumerate(rollouts):
             key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):
-                raise UserError(f"{key}: the type is {type(rollout).__name__}. Pass an omnizoo.Rollout.")
+                raise UserError(f"{key}: expected an omnizoo.Rollout, but got a value of type {type(rollout).__name__}")
             if id(rollout.prompt) not in prompts:
                 prompts[id(rollout.prompt)] = self._prompt(rollout.prompt, f"{key}.prompt")
             yield prompts[id(rollout.prompt)], self._ids(rollout.answer, f"{key}.answer"), rollout
