@@ -5,9 +5,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from processes import WORLD, start_server
 
 logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which hides the message of a failing test
+
+# A deadline per example would measure how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # A background job of a script ignores SIGINT, and so do all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
