@@ -97,7 +97,7 @@ def checkpoints_in(path: Path) -> Path:
     """Return the folder that contains the checkpoints of a run: `path/checkpoints` if it has any, otherwise `path`.
 
     Raises:
-        UserError: If the checkpoints belong to several runs, or to another run than the folder.
+        UserError: If the checkpoints belong to several runs, or to a different run than the folder does.
     """
     directory = path / "checkpoints" if folders.checkpoints(path / "checkpoints") else path
     only_owner(directory, path)

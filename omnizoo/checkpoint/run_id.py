@@ -57,7 +57,7 @@ def only_owner(directory: Path, root: Path) -> str | None:
     """Return the id of the run that all checkpoints in `directory` belong to; None if there is no run yet.
 
     Raises:
-        UserError: If the checkpoints belong to several runs, or to another run than the run folder `root`.
+        UserError: If the checkpoints belong to several runs, or to a different run than the run folder `root` does.
     """
     identity = read_identity(root)
     newest_by_run = owners(directory)

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=8,
-        help="maximum number of responses to generate at once; more need more memory (default: 8)",
+        help="maximum number of responses to generate at once; higher values need more memory (default: 8)",
     )
     parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
     parser.add_argument(

@@ -28,7 +28,7 @@ COMMANDS = {
     "launch": "Print a job file for Slurm or Kubernetes",
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
-    "recipes": "List model families with a recipe, and what is tested",
+    "recipes": "List the model families that have a recipe, and what is tested for each",
     "completion": "Print a completion script for bash, zsh or fish",
 }
 TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`

@@ -47,7 +47,7 @@ def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None)
 
 
 def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
-    """Return a layer of a cache with `length` positions, of which a sliding window keeps the last ones."""
+    """Return a cache layer resized to `length` positions. A sliding-window layer keeps the newest of its window."""
     result = copy(layer)
     if not layer.is_initialized:
         return result

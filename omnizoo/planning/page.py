@@ -1,4 +1,4 @@
-"""The HTML page of a plan, with a chart of the memory by part over the step, and tables."""
+"""The HTML page of a plan: tables, and a chart of the memory of each part during a step."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -29,7 +29,7 @@ FSDP_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 @dataclass(frozen=True)
 class Shares:
-    """Fractions of the data-sheet speeds that are reached."""
+    """Fractions of the peak speeds in data sheets that are achieved in practice."""
 
     matmuls: float
     attention: float

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: gated delta net, with values that may be wider than keys, and attention."""
+"""OLMo Hybrid: attention layers, and gated delta net layers whose values may be wider than their keys."""
 
 from omnizoo.models.recipe import Recipe
 

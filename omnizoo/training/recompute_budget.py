@@ -197,7 +197,7 @@ def _splits(count: int) -> list[tuple[int, int, int]]:
 
 
 def _extend(plan: RecomputePlan, cost: Cost, counts: tuple[int, int, int]) -> RecomputePlan:
-    """Return the plan with the blocks of another kind added: `counts` blocks in each of `MODES`."""
+    """Return the plan extended by the blocks of another kind. `counts[i]` of them use the mode `MODES[i]`."""
     kept = sum(count * kept for count, kept in zip(counts, cost.kept, strict=True))
     seconds = sum(count * seconds for count, seconds in zip(counts, cost.seconds, strict=True))
     return RecomputePlan(

@@ -99,8 +99,8 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
     parameters, unless the norm or a loss is not finite.
 
     Args:
-        objective: Has run `loss` and `backward` on all micro-batches of the step.
-        optimizer: Updates its parameters. Gradient norm and clipping apply only to these parameters, so that several
+        objective: The objective, after `loss` and `backward` have run on all micro-batches of the step.
+        optimizer: The optimizer to step. Gradient norm and clipping cover only its parameters, so that several
             optimizers can update the model in turn.
         step: Number of this step, counted from 1. Determines the learning rate.
         stop: Whether to stop after this step.

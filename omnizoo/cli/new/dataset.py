@@ -131,7 +131,7 @@ def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> FittedRows
 
 
 def _apply(settings: DatasetSettings, fix: Fix, tokenizer: Any) -> bool:
-    """Apply a fix, and write the chat template that it sets. Return whether this changed a value."""
+    """Apply a fix. If it sets a chat template, write the template to a file. Return whether a config value changed."""
     if not settings.apply(fix):
         return False
     if fix.key == TEMPLATE_KEY:

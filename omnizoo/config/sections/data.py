@@ -135,8 +135,8 @@ class DataSection(ConfigSection):
     a multiple of the world size; default: fits `train.packs_per_step` (docs/how-to/data.md)"""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """number of samples from which a lane chooses those of a pack; default: 256, or the samples of two packs if that is
-    more, and fewer for the first packs of a lane, so that a run starts quickly"""
+    """number of candidate samples from which a lane fills a pack; default: 256, or enough samples for two packs,
+    whichever is larger; by default, the first packs of a lane use fewer candidates, so that a run starts quickly"""
 
     overlong: Literal["truncate", "drop", "split"] | None = None
     """treatment of samples longer than a pack: `truncate` at the end (without splitting media), `drop`, or `split` into

@@ -167,9 +167,10 @@ def _split_at_marks(marked: str) -> Iterator[str]:
 
 
 def _follow_mark(mark: str, current: int | None, enclosing: list[int | None]) -> int | None:
-    """Return the message that is written after a mark. `enclosing` is modified.
+    """Return the message that the template writes after a mark. Modifies `enclosing` in place.
 
-    Only the outermost loop over the messages counts: a loop inside a turn may look for other messages.
+    Only the outermost loop over the messages determines the message, because a loop inside a turn may only search other
+    messages without writing them.
     """
     if mark == ENTER:
         enclosing.append(current)

@@ -42,7 +42,7 @@ def write_turns(
         raise BadRow(f"`{field}` is not a list of messages, each with a `role` ({turns.expected}) and a `content`")
     for name in ("system", "tools"):
         if name in row:
-            raise BadRow(f"`{name}` is not used: speaker conversations have none. Add it to data.ignore to drop it.")
+            raise BadRow(f"`{name}` is not supported in speaker conversations. Add it to data.ignore to drop it.")
 
     turn_texts = []
     for number, message in enumerate(messages):

@@ -95,7 +95,7 @@ class DirectReduceScatter:
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> Messages:
-    """Start to send `sent[i]` to rank i of `group`, and to receive from that rank into `received[i]`."""
+    """Start sending `sent[i]` to rank i of `group` and receiving from that rank into `received[i]`, for each i."""
     rank = group.rank()
     size = group.size()
     messages = []

@@ -294,8 +294,8 @@ def merge_audio_visual_features(
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of the language model, with deepstack features for every token of the sequence.
 
-    These features are added to the whole sequence. Instead of a mask that selects placeholder tokens, the model
-    receives the index of the only row of the batch, which selects all tokens.
+    These features are added to all tokens, not only to placeholder tokens. In place of the usual mask, the model
+    therefore receives the index of a row of the batch. The batch has one row, so the index selects all tokens.
     """
     inputs = dict(inputs)
     levels = inputs.pop(LEVELS, None)

@@ -248,7 +248,7 @@ def timed_modalities(model: PreTrainedModel, folder: str | None, options: Option
     video_options = dict(options.get("video", {}))
     outer_markers = video_options.pop("outer_markers", True)
     if not isinstance(outer_markers, bool):
-        raise UserError(f"{OPTIONS}.outer_markers: {outer_markers!r} is not true or false")
+        raise UserError(f"{OPTIONS}.outer_markers: {outer_markers!r}; expected true or false")
     specs = visual_specs(InterpolatedImageEncoder, TimedVideoEncoder)
     if not outer_markers:
         specs["video"] = replace(specs["video"], begin="", end="", marks=(BEGIN, END))
