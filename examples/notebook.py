@@ -36,8 +36,7 @@ class Farewell(omnizoo.Callback):
 torch.manual_seed(0)
 settings = {"model": {"tokenizer": "examples/data/tiny/tokenizer"}, "data": {"pack_tokens": 64}}
 settings |= {"checkpoint": {"every": 5}, "log": {"dir": sys.argv[1]}}
-losses = [{"kind": "cross_entropy"}, {"kind": "__main__:Modesty", "weight": 0.01}]
-settings |= {"train": {"steps": 40, "losses": losses}}
+modesty = {"kind": "__main__:Modesty", "weight": 0.01}
+settings |= {"train": {"steps": 40, "losses": [{"kind": "cross_entropy"}, modesty]}}
 rows = [{"text": f"{a} and {b} make {a + b}"} for a in range(30) for b in range(30)]
-result = omnizoo.train(settings, model=Tiny(), data=rows, callbacks=[Farewell()])
-print(f"The loss is {result.metrics['loss']:.3f}, and {result.checkpoint} can be exported")
+print(omnizoo.train(settings, model=Tiny(), data=rows, callbacks=[Farewell()]).checkpoint)

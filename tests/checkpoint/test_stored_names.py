@@ -75,7 +75,7 @@ def test_fingerprint_keeps_its_keys(tmp_path: Path) -> None:
     assert stored.keys() == FINGERPRINT
     assert stored["sources"][0].keys() == SOURCE
     assert stored["model.tokenizer"].keys() == TOKENIZER
-    assert resume_check.FORMAT_KEYS == ("format", "columns", "json_columns", "take")
+    assert resume_check.FORMAT_KEYS == ("format", "columns", "json_columns", "take", "untagged_media")
     assert [field.name for field in fields(Counters)] == COUNTERS
 
 

@@ -269,8 +269,9 @@ def test_bad_rows_raise_or_are_counted_as_in_training(
 
 
 def test_bad_rows_are_grouped_and_the_other_sources_are_shown(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # wrapped lines would lose spaces
     good = write_rows(tmp_path / "good.jsonl", [{"text": f"row {i} and so on"} for i in range(72)])
     scored = [{"messages": [{"role": "user", "content": f"what {i}"}], "score": i} for i in range(400)]
     lost = [{"text": "so", "image": f"img/{i}.png"} for i in range(400)]

@@ -413,8 +413,10 @@ def test_generated_text_matches_transformers(family: str, tmp_path: Path) -> Non
     assert len(set(answers)) == len(answers)  # pictures matter
     together = writer.write_all(conversations, Sampling(temperature=0), max_tokens=12, batch=3)
     assert [tuple(token for piece in pieces for token in piece.ids) for pieces in together] == answers
-    assert writer.support.is_checked
-    assert writer.support.obstacle is None
+    layer_types = getattr(reference.config.get_text_config(), "layer_types", None) or ()
+    can_join = "linear_attention" not in layer_types  # caches of recurrent layers cannot be joined
+    assert writer.support.is_checked == can_join
+    assert (writer.support.obstacle is None) == can_join
 
 
 def train_from(family: str, folder: Path, out: Path, *args: str) -> list[str]:

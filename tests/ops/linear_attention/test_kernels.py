@@ -156,5 +156,5 @@ def test_missing_kernel_package_is_logged_once(
     for _ in range(2):
         run_recurrence(drawn("linear"), LENGTHS)
     (message,) = (record.message for record in caplog.records)
-    assert "install fla" in message
+    assert "Install fla" in message
     kernels.find_kernel.cache_clear()
