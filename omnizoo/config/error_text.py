@@ -34,7 +34,7 @@ Loc = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """Where each key was set: on the command line, or in a line of the file."""
+    """The place where each key was set: the command line, or a line of the file."""
 
     path: str
     lines: dict[str, int]  # line number of each dotted key

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What the user states about a model folder in addition to its path.
+    """Settings for loading a model folder, in addition to its path.
 
     Args:
         allow_code: Python modules that the folder may import code from.
@@ -49,7 +49,7 @@ def model_section(
 
     Args:
         folder: A Hugging Face folder, a name on the hub, a PEFT adapter, a run folder or a checkpoint.
-        options: What the user states about the folder.
+        options: Settings for loading the folder.
         note: Called with a line about an export or a base model.
 
     Raises:

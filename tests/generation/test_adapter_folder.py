@@ -29,10 +29,10 @@ def test_adapter_folder_generates_like_its_merged_model(tmp_path: Path, capsys: 
     assert main(["export", str(run), str(merged), "--merge"]) == 0
     capsys.readouterr()
 
-    asked = ["--prompt", "What?", "--prompt", "Why not?", "--max-tokens", "6", "--temperature", "0"]
+    arguments = ["--prompt", "What?", "--prompt", "Why not?", "--max-tokens", "6", "--temperature", "0"]
     answers = []
     for place in (merged, folder):
-        assert main(["generate", str(place), *asked, "--out", str(tmp_path / "out.jsonl")]) == 0
+        assert main(["generate", str(place), *arguments, "--out", str(tmp_path / "out.jsonl")]) == 0
         answers.append([json.loads(line)["answer"] for line in (tmp_path / "out.jsonl").read_text().splitlines()])
     assert answers[0] == answers[1]
     assert f"{folder} is merged into its base model, {tmp_path / 'base'}" in capsys.readouterr().err
@@ -40,13 +40,13 @@ def test_adapter_folder_generates_like_its_merged_model(tmp_path: Path, capsys: 
     assert unmerged.text(unmerged.write("Why not?", Sampling(temperature=0), 6)) != answers[1][1]  # it has an effect
 
     (tmp_path / "base").rename(tmp_path / "moved")
-    assert main(["generate", str(folder), *asked]) == 2
+    assert main(["generate", str(folder), *arguments]) == 2
     err = capsys.readouterr().err
     assert f"{folder / 'adapter_config.json'}: base_model_name_or_path: {tmp_path / 'base'}" in err
     assert "--base" in err
     assert err.count("\n") == 1
     moved = ["--base", str(tmp_path / "moved"), "--out", str(tmp_path / "out.jsonl")]
-    assert main(["generate", str(folder), *asked, *moved]) == 0
+    assert main(["generate", str(folder), *arguments, *moved]) == 0
     assert [json.loads(line)["answer"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == answers[1]
-    assert main(["generate", str(merged), *asked, "--base", str(tmp_path / "moved")]) == 2  # not an adapter folder
+    assert main(["generate", str(merged), *arguments, "--base", str(tmp_path / "moved")]) == 2  # not an adapter folder
     assert "--base" in capsys.readouterr().err

@@ -190,9 +190,9 @@ class ResponseFinder:
             if turn is None:
                 continue
             authors = [mark.message for mark in marks if turn[0] <= mark.start < turn[1]]
-            own = [position for position, author in enumerate(authors) if author == i]
+            written = [position for position, author in enumerate(authors) if author == i]
             others = [position for position, author in enumerate(authors) if author != i]
-            if own and others and others[0] < own[-1]:
+            if written and others and others[0] < written[-1]:
                 raise BadRow(f"the chat template writes message {authors[others[0]]} inside message {i}. {TAGS_HINT}")
             if others:
                 shared.append(i)

@@ -141,7 +141,7 @@ class Sampler:
     ) -> Iterator[tuple[int, Answer | None, dict[str, Any]]]:
         """Yield the number of each prompt, its response (None if it failed) and its record, in any order."""
         evaluation = self.config.evaluation
-        asked: list[tuple[int, AskedPrompt]] = []  # in the order of the requests
+        requested: list[tuple[int, AskedPrompt]] = []  # in the order of the requests
         failed: list[tuple[int, dict[str, Any]]] = []
 
         def requests() -> Iterator[Request]:
@@ -150,12 +150,12 @@ class Sampler:
                 if not isinstance(prompt, AskedPrompt):
                     failed.append((number, prompt))
                     continue
-                asked.append((number, prompt))
+                requested.append((number, prompt))
                 generator = chat_model.seeded(self.config.train.seed)
                 yield Request(prompt.question.prompt, Sampling(evaluation.temperature, generator=generator))
 
         for index, outcome in chat_model.answers(requests(), evaluation.max_tokens, evaluation.batch):
-            number, prompt = asked[index]
+            number, prompt = requested[index]
             answer, record = self._finish(prompt, outcome, chat_model, run, run.items_of(step) / str(number))
             yield number, answer, prompt.record | record
         for number, record in failed:

@@ -71,7 +71,7 @@ class Policy(LogProbabilityLoss):
         raise NotImplementedError
 
     def lengths(self, batch: LocalBatch) -> torch.Tensor:
-        """For each target, return the number of targets in its sample, summed over ranks, `[targets]`."""
+        """Return the number of targets in the sample of each target, summed over ranks, `[targets]`."""
         ones = torch.ones_like(batch.columns[OLD])[None]
         lengths = self.sum_by_sample(ones, batch.sample_of_target, batch.num_samples)[0]
         return lengths[batch.sample_of_target]

@@ -1,4 +1,4 @@
-"""Which text each style of chat template makes the model learn, for tool calls, their results and reasoning.
+"""The text that the model learns with each style of chat template, for tool calls, their results and reasoning.
 
 chat_styles.txt has the learned texts of every sample, or the reason of a refusal. They were checked by reading.
 `python tests/data/rendering/test_chat_styles.py` prints the table.

@@ -70,18 +70,18 @@ def test_samples_and_generate_use_the_recipe_of_the_user(
 
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
     write_rows(tmp_path / "questions.jsonl", [ask(0), ask(1)])
-    asked = ["--messages", str(tmp_path / "questions.jsonl"), "--temperature", "0", "--max-tokens", "3"]
-    asked += ["--out", str(tmp_path / "out.jsonl")]
+    arguments = ["--messages", str(tmp_path / "questions.jsonl"), "--temperature", "0", "--max-tokens", "3"]
+    arguments += ["--out", str(tmp_path / "out.jsonl")]
     expected = [record["answer"] for record in samples]
     allowed = {run: ["--allow-code", "own_recipe"], tmp_path / "exported": ["--recipe", "own_recipe:RECIPE"]}
     for place, flags in allowed.items():
-        assert main(["generate", str(place), *asked, *flags]) == 0, capsys.readouterr().err
+        assert main(["generate", str(place), *arguments, *flags]) == 0, capsys.readouterr().err
         assert [record["answer"] for record in read_lines(tmp_path / "out.jsonl")] == expected
 
     capsys.readouterr()
-    assert main(["generate", str(run), *asked]) == 2  # a run folder may come from someone else
+    assert main(["generate", str(run), *arguments]) == 2  # a run folder may come from someone else
     assert "--allow-code own_recipe" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path / "exported"), *asked]) == 2
+    assert main(["generate", str(tmp_path / "exported"), *arguments]) == 2
     assert "--recipe" in capsys.readouterr().err
 
 
