@@ -1,6 +1,6 @@
-"""Messages for validation errors, one line each.
+"""Convert validation errors of pydantic to messages of one line each.
 
-A message contains the origin of the key, its value, the expected type, and the closest valid key.
+A message states where the key was set, its value and the expected type. For an unknown key, it suggests a valid one.
 """
 
 import re
@@ -22,26 +22,26 @@ COMMAND_LINE = "command line"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
-# Locations at which validators of sections raise errors: keys, and items of lists or mappings of sections.
+# Schema keys that a validator of a section may report an error for: all keys, and the mappings that contain them.
 LOCATIONS = set(TYPES) | {key.rpartition(".")[0] for key in KEYS}
 
-# Options of built-in losses and optimizers, by the key of their settings.
+# Options of the built-in losses and optimizers, keyed by the schema key of the settings that contain `options`.
 BUILT_IN_OPTIONS = {"train.losses.N": LOSSES, "optimizer": OPTIMIZERS}
 OTHER_SECTION_CUTOFF = 0.85  # minimum similarity of a suggested key in another section
 
-Loc = tuple[int | str, ...]
+Loc = tuple[int | str, ...]  # path of a value in the config, such as ("data", "sources", 0, "path")
 
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """The place where each key was set: the command line, or a line of the file."""
+    """Where each key of a config was set: in a line of the file, or on the command line."""
 
     path: str
-    lines: dict[str, int]  # line number of each dotted key
-    overridden: tuple[str, ...]  # keys on the command line
+    lines: dict[str, int]  # line number of each dotted key in the file
+    overridden: tuple[str, ...]  # dotted keys on the command line
 
     def describe(self, loc: Loc) -> str:
-        """Return `FILE:LINE`, `command line`, or both if overrides changed a part of the value."""
+        """Return `FILE:LINE`, `command line`, or both if the command line changed only a part of the value."""
         key = _dotted(loc)
         if any(f"{key}.".startswith(f"{changed}.") for changed in self.overridden):
             return COMMAND_LINE
@@ -50,7 +50,7 @@ class KeyOrigin:
         return f"{self.path}{self._line(loc)}{suffix}"
 
     def _line(self, loc: Loc) -> str:
-        """Return `:LINE` of the key, or of its closest parent in the file."""
+        """Return `:LINE` for the key, or for its closest parent that is in the file; empty if there is none."""
         for length in range(len(loc), 0, -1):
             key = _dotted(loc[:length])
             if key in self.lines:
@@ -58,13 +58,22 @@ class KeyOrigin:
         return ""
 
     def typed_key(self, key: str) -> str | None:
-        """Return the override that created the section `key`: `--trian.steps 3` creates `trian`."""
+        """Return the first key on the command line that is inside `key`; None if there is none.
+
+        For example, `--trian.steps 3` creates the unknown section `trian`, and the message should quote `trian.steps`.
+        """
         return next((changed for changed in self.overridden if changed.startswith(f"{key}.")), None)
 
 
 def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
-    """Return one line for each mistake in `data`."""
-    # A value that matches no type of a union causes one error per type. Keep one error per key.
+    """Return an error message with one line for each mistake in a config.
+
+    Args:
+        error: The error from the validation of `data`.
+        data: The values of the config, before validation.
+        origin: Where each key was set.
+    """
+    # A value that matches no type of a union causes one error for each type. Keep one error for each key.
     details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
     mistakes = []
     for loc, detail in list(details.items())[:MAX_MISTAKES]:
@@ -73,9 +82,10 @@ def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
 
 
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
-    """Truncate the location of an error where it leaves the schema: at members of a union or items of a plain list.
+    """Return the part of an error's location that is a key of the schema.
 
-    The result is empty for errors that concern the whole config, such as sections that contradict each other.
+    Pydantic also reports the member of a union and the index in a list of plain values, which are not keys. The result
+    is empty for errors that concern the whole config, such as sections that contradict each other.
     """
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
@@ -112,6 +122,7 @@ def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
 
 
 def _explain_missing(loc: Loc, origin: KeyOrigin) -> str:
+    """Explain that a required key is missing, with its type and description."""
     key = _dotted(loc)
     schema_key = reference.schema_key(key)
     description = reference.sections().get(key) or KEYS[schema_key].description
@@ -119,7 +130,7 @@ def _explain_missing(loc: Loc, origin: KeyOrigin) -> str:
 
 
 def _explain_check(loc: Loc, message: str, origin: KeyOrigin) -> str:
-    """Explain an error that the validator of a section raised. Its message may start with the key."""
+    """Explain an error that a validator of a section raised. Add the key, unless the message starts with a key."""
     first_word = message.split()[0].rstrip(":")
     key_in_message: Loc = tuple(first_word.split("."))
     if len(key_in_message) > 1 and key_in_message[0] in reference.sections():
@@ -129,7 +140,7 @@ def _explain_check(loc: Loc, message: str, origin: KeyOrigin) -> str:
 
 
 def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
-    """Explain a value of the wrong type or out of range."""
+    """Explain a value that has the wrong type or is out of range."""
     key = _dotted(loc)
     where = origin.describe(loc)
     expected = TYPES.get(reference.schema_key(key), "")
@@ -148,7 +159,7 @@ def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
 
 
 def _suggest(key: str) -> str:
-    """Return a hint about the intended key, as the continuation of "is not a key"."""
+    """Return a hint about the key that the user may have meant, to be appended to "... is not a key; "."""
     parent, _, name = key.rpartition(".")
     section = key.partition(".")[0]
     keys_help = "`omnizoo train --help` lists the sections"
@@ -166,7 +177,10 @@ def _suggest(key: str) -> str:
 
 
 def _options_named(key: str) -> list[str]:
-    """Return the key in `options` if the last part of `key` is an option of a built-in loss or optimizer."""
+    """Return the key inside `options` if the last part of `key` is an option of a built-in loss or optimizer.
+
+    For example, `optimizer.eps` gives `optimizer.options.eps`. The list is empty for other keys.
+    """
     parent, _, name = key.rpartition(".")
     built_in = BUILT_IN_OPTIONS.get(reference.schema_key(parent), {})
     is_option = any(name in options for options in built_in.values())
@@ -174,10 +188,17 @@ def _options_named(key: str) -> list[str]:
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Return the most similar keys.
+    """Return the valid keys that are most similar to `key`; empty if none is similar.
 
-    In order of preference: the same name below the parent, the same name elsewhere, a similar name next to the key, a
-    similar name in the same section, a very similar name in another section.
+    The first of these rules that finds a key applies:
+
+    1. Keys with the same last part, inside the parent of `key`.
+    2. Keys with the same last part elsewhere, at the smallest depth.
+    3. Keys next to `key` with a similar last part.
+    4. A key in the same section with a similar last part.
+    5. A key in another section with a very similar last part.
+
+    If the parent of `key` is not in the schema, the valid key that is most similar as a whole is returned.
     """
     parent = reference.schema_key(key).rpartition(".")[0]
     name = key.rpartition(".")[2]
@@ -192,7 +213,7 @@ def _similar_keys(key: str) -> list[str]:
     if below_parent:
         return below_parent
 
-    # Keys without an index or a name are the same in every config.
+    # Suggest only keys without an index or a name of the user, because these are the same in every config.
     plain = {known: last for known, last in last_parts.items() if not re.search(r"\.(N|NAME)\.", known)}
     same_plain = [known for known in same_name if known in plain]
     if same_plain:
@@ -207,12 +228,12 @@ def _similar_keys(key: str) -> list[str]:
 
 
 def _similar_name(section: str, name: str, plain: dict[str, str]) -> list[str]:
-    """Return the key with the most similar name in a section or, if it is very similar, in another section.
+    """Return the key whose last part is most similar to `name`; empty if none is similar.
 
     Args:
-        section: The section.
+        section: The section to search first. In other sections, the name must be very similar.
         name: The name to search for.
-        plain: The last part of each key.
+        plain: Candidate keys, with the last part of each.
     """
     in_section = {known: last for known, last in plain.items() if known.startswith(f"{section}.")}
     for candidates, cutoff in ((in_section, 0.75), (plain, OTHER_SECTION_CUTOFF)):
@@ -223,7 +244,7 @@ def _similar_name(section: str, name: str, plain: dict[str, str]) -> list[str]:
 
 
 def _with_indices_of(key: str, known: str) -> str:
-    """Replace `N` and `NAME` in the schema key `known` with the index and the name at the same position in `key`."""
+    """Fill in `N` and `NAME` of the schema key `known` with the parts at the same positions of `key`."""
     parts = known.split(".")
     for i, part in enumerate(key.split(".")[: len(parts)]):
         if parts[i] in ("N", "NAME"):
@@ -232,4 +253,5 @@ def _with_indices_of(key: str, known: str) -> str:
 
 
 def _dotted(loc: Loc) -> str:
+    """Return a path as a dotted key, such as `data.sources.0.path`."""
     return ".".join(str(part) for part in loc)

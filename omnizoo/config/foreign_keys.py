@@ -1,11 +1,12 @@
-"""Keys of earlier versions and of other trainers, and their replacements. Using such a key is an error.
+"""Config keys of earlier versions and of other trainers, with our replacements.
 
-The trainers are LLaMA-Factory, ms-swift, TRL, the HF Trainer and VeOmni.
+Such a key is an error, and the error message names the replacement. The other trainers are LLaMA-Factory, ms-swift,
+TRL, the Hugging Face Trainer and VeOmni.
 """
 
 from fnmatch import fnmatchcase
 
-# Maps keys of earlier versions to current keys.
+# Maps each key of an earlier version to its current key.
 MOVED_KEYS = {
     "train.betas": "optimizer.options.betas",
     "train.eps": "optimizer.options.eps",
@@ -24,7 +25,8 @@ MOVED_KEYS = {
 NOT_YET = "not supported yet"
 NO_KEY = "no key is needed"
 
-# Maps a replacement (our key, other advice, or NOT_YET with the closest alternative) to keys of other trainers.
+# Maps a replacement to the names of keys in other trainers, separated by spaces. A replacement is our key, `NO_KEY`
+# with a reason, or `NOT_YET` with the closest alternative. A name may be a glob pattern.
 REPLACEMENTS = {
     # model
     "model.path": "model_name_or_path model_id_or_path model_path base_model",
@@ -149,7 +151,7 @@ OUR_KEYS = {name: replacement for replacement, names in REPLACEMENTS.items() for
 
 
 def our_key(name: str) -> str | None:
-    """Return the replacement for another trainer's key, as the continuation of "is not a key"; None if unknown."""
+    """Return advice for the key of another trainer, to be appended to "... is not a key; "; None for unknown keys."""
     plain = name.lower().replace("-", "_")
     matches = (text for pattern, text in OUR_KEYS.items() if fnmatchcase(plain, pattern))
     replacement = next(matches, None)
@@ -159,9 +161,9 @@ def our_key(name: str) -> str | None:
 
 
 def moved_key(key: str) -> str | None:
-    """Return a sentence with the new name of a key from an earlier version; None for other keys.
+    """Return the message "... is now ..." for a key of an earlier version; None for other keys.
 
-    It also accepts keys below a moved key, and sections that contained only moved keys, such as `router`.
+    `key` may also be inside a moved key, or a section that no longer exists, such as `router`.
     """
     for old, new in MOVED_KEYS.items():
         if f"{key}.".startswith(f"{old}."):

@@ -1,8 +1,10 @@
-"""Names of repositories on the Hugging Face Hub and on ModelScope, in keys that also accept a folder.
+"""Names of repositories on the Hugging Face Hub and ModelScope, as values of keys that also accept folders.
 
-A name is `ORG/NAME`, optionally with `@REVISION` (a branch, tag or commit). An existing folder takes precedence, unless
-the name has the prefix `hub:` or `modelscope:`. Downloads add the commit: `ORG/NAME@COMMIT`, or
-`ORG/NAME@REVISION@COMMIT`. Such a name stands for a folder in the cache of huggingface_hub, without a request.
+A name is `ORG/NAME`, optionally followed by `@REVISION` (a branch, tag or commit). If a folder with that name exists,
+it takes precedence; the prefix `hub:` or `modelscope:` prevents this.
+
+A download appends the commit to the name: `ORG/NAME@COMMIT` or `ORG/NAME@REVISION@COMMIT`. A name with a commit refers
+to one folder in the cache of huggingface_hub, so using it again needs no network request.
 """
 
 import re
@@ -22,17 +24,17 @@ PART = r"[A-Za-z0-9][\w.-]*"
 REVISION = r"(?:@(?P<revision>[^@\s]+?))??(?:@(?P<commit>[0-9a-f]{40}))?"
 PLAIN_NAME = re.compile(rf"(?P<repo>{PART}/{PART})(?P<inside>){REVISION}")
 PREFIXED_NAME = re.compile(rf"(?P<repo>{PART}(?:/{PART})?)(?P<inside>(?:/{PART})*){REVISION}")
-# A name with such a suffix is a file that does not exist, not a repository.
+# A text with such a suffix is treated as the path of a file, not as the name of a repository.
 FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".tar", ".txt", ".yaml", ".yml", ".zip")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, and optionally a folder or file in it."""
+    """The parsed name of a repository, or of a folder or file in it."""
 
     prefix: str  # `hub:`, `modelscope:` or empty
     repo: str
-    inside: str  # path of a folder or file in the repository; empty for all of it
+    inside: str  # path of a folder or file in the repository; empty for the whole repository
     revision: str | None  # branch, tag or commit as the user wrote it; None for the default branch
     commit: str | None  # None until the revision is resolved
 
@@ -47,16 +49,16 @@ class HubName:
 
     @property
     def shown(self) -> str:
-        """The name as the user wrote it, for messages."""
+        """The name as the user wrote it, without the commit that the download added."""
         return str(replace(self, commit=None))
 
     def pinned(self, commit: str) -> "HubName":
-        """Return the name with the commit that its revision refers to."""
+        """Return the name with a commit: the one that its revision currently refers to."""
         return replace(self, commit=commit)
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return the repository that `text` names; None if `text` is a path or an address such as `s3://...`.
+    """Parse the name of a repository; return None if `text` is a path or an address such as `s3://...`.
 
     Raises:
         UserError: If the text has a prefix, but is not a valid name.
@@ -74,7 +76,10 @@ def parse_name(text: str) -> HubName | None:
 
 
 def _looks_like_path(text: str) -> bool:
-    """Whether a text without prefix and commit is a path: it exists, its first folder exists, or it has a suffix."""
+    """Whether a text without prefix and commit is a path rather than the name of a repository.
+
+    It is a path if it exists, if its first folder exists, or if it has the suffix of a file.
+    """
     first_part = text.partition("/")[0]
     return Path(text).exists() or Path(first_part).exists() or text.lower().endswith(FILE_SUFFIXES)
 
@@ -86,7 +91,11 @@ def without_revision(text: str) -> str:
 
 
 def pinned_names(value: Any) -> list[HubName]:
-    """Return the distinct names with a commit in nested mappings and lists, such as a saved config."""
+    """Return all different repository names with a commit in a saved config.
+
+    Args:
+        value: Nested mappings, lists and plain values. Repositories on ModelScope are omitted.
+    """
     if isinstance(value, str):
         name = parse_name(value) if COMMIT_AT_END.search(value) else None
         return [name] if name is not None and name.prefix != MODELSCOPE else []
@@ -102,7 +111,7 @@ def pinned_names(value: Any) -> list[HubName]:
 
 
 def local_path(text: str, repo_type: RepoType = "model") -> str:
-    """Return the folder or file in the cache that a name with a commit stands for, and any other text unchanged."""
+    """Return the cached folder or file that a name with a commit refers to, and any other text unchanged."""
     if "@" not in text:
         return text
     name = parse_name(text)

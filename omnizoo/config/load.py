@@ -1,4 +1,4 @@
-"""Load configs: convert a file, mapping or object, with overrides and Python objects, to a validated `Config`.
+"""Load and validate a config from a YAML file, a mapping or a `Config`.
 
 All mistakes in a config are reported together, one line each. This module imports neither torch nor transformers, so
 errors appear quickly.
@@ -19,9 +19,10 @@ from omnizoo.config.sections.base import PythonObject
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.config.yaml_file import parse_yaml, read_text
 
-NO_DATA = "(none)"
-IN_PYTHON = "config"
-# Maps an argument of `omnizoo.train` to the section and key that its object sets, and to keys that must then be unset.
+NO_DATA = "(none)"  # path of the placeholder source for commands that read no data
+IN_PYTHON = "config"  # name of a config without a file, for error messages
+# For each argument of `omnizoo.train`: the section and the key that its object sets, and the keys of that section that
+# must not be set together with it.
 PYTHON_ARGUMENTS = {
     "model": ("model", "given", ModelSection.exclusive["given"]),
     "tokenizer": ("model", "tokenizer", ("tokenizer",)),
@@ -42,8 +43,8 @@ def load_config(
 
     Args:
         config: Path of a YAML file, a mapping, or a `Config`.
-        overrides: Command line arguments: `["--train.lr", "1e-3", "--log.dir=runs/a"]`.
-        objects: Python objects that were passed to `omnizoo.train`, by the name of the argument.
+        overrides: Keys to set, in the form of command-line arguments: `["--train.lr", "1e-3", "--log.dir=runs/a"]`.
+        objects: Python objects that were passed to `omnizoo.train`, keyed by the name of the argument.
         needs_data: If false, `data.sources` may be missing. It then defaults to one source with the path `NO_DATA`.
 
     Returns:
@@ -76,20 +77,33 @@ def load_config(
 
 
 def read_config_file(config: str | Path | Mapping[str, Any] | Config) -> tuple[Any, dict[str, int], str]:
-    """Return the values of a config, the line of each key, and the name of the config for messages."""
+    """Read the values of a config without validating them.
+
+    Args:
+        config: Path of a YAML file, a mapping, or a `Config`.
+
+    Returns:
+        The values, the line number of each dotted key (empty without a file), and a name for error messages.
+
+    Raises:
+        UserError: If the file cannot be read or is not valid YAML, or if `config` has another type.
+    """
     if isinstance(config, Config):
         return config.model_dump(), {}, IN_PYTHON
     if isinstance(config, Mapping):
         return _copy_containers(config), {}, IN_PYTHON
     if not isinstance(config, str | Path):
         kind = type(config).__name__
-        raise UserError(f"{IN_PYTHON}: {kind}; expected the path of a YAML file, a mapping or a Config")
+        raise UserError(f"{IN_PYTHON}: the type is {kind}; expected the path of a YAML file, a mapping or a Config")
     value, lines = parse_yaml(read_text(config), str(config))
     return value, lines, str(config)
 
 
 def _copy_containers(value: Any) -> Any:
-    """Copy mappings and lists, but not other values, so that the user's mapping stays unchanged."""
+    """Copy nested mappings and lists, so that later changes do not affect the user's mapping.
+
+    Other values are not copied.
+    """
     if isinstance(value, Mapping):
         return {key: _copy_containers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -98,13 +112,23 @@ def _copy_containers(value: Any) -> Any:
 
 
 def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> None:
-    """Set the config key of a Python object. Raises `UserError` if the config sets it, or a conflicting key."""
+    """Store a Python object as the value of its config key.
+
+    Args:
+        data: Values of the config, which are changed.
+        argument: Name of the argument of `omnizoo.train`.
+        value: The object.
+        path: Name of the config, for error messages.
+
+    Raises:
+        UserError: If the config sets the same key, or one that cannot be combined with it.
+    """
     section, key, exclusive_keys = PYTHON_ARGUMENTS[argument]
     if data.get(section) is None:
         data[section] = {}
     values = data[section]
     if not isinstance(values, dict):
-        return  # not a mapping; validation reports the error
+        return  # validation reports that the section is not a mapping
     for other in exclusive_keys:
         if _is_set(values.get(other)):
             raise UserError(
@@ -117,7 +141,7 @@ def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> N
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a key has a value. In a saved config, sources that were Python objects do not count."""
+    """Whether a key has a value. Sources of a saved config that were Python objects do not count as values."""
     if isinstance(value, list):
         python_objects = [item for item in value if isinstance(item, dict) and item.get("given")]
         return len(python_objects) < len(value)

@@ -1,4 +1,4 @@
-"""Command-line overrides of config keys: `--section.key value`."""
+"""Apply overrides of config keys from the command line, `--section.key value`, to the values of a file."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,15 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     """Parse overrides: `["--train.lr", "1e-3", "--log.dir=a"]` -> `{"train.lr": 0.001, "log.dir": "a"}`.
 
     If a key is repeated, the last value applies.
+
+    Args:
+        args: Command-line arguments that are neither options nor the path of the config.
+
+    Returns:
+        The parsed value of each dotted key.
+
+    Raises:
+        UserError: If an argument has another form, or a value is not valid YAML.
     """
     changes: dict[str, Any] = {}
     rest = iter(args)
@@ -37,7 +46,11 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
 def apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Apply overrides to the values of a file.
 
-    A key replaces the keys of the file that cannot be set together with it. Null unsets a key.
+    An override removes the keys of the file that cannot be set together with it. Null unsets a key.
+
+    Args:
+        data: Values of the file, which are changed.
+        changes: The value of each dotted key, from `parse_overrides`.
 
     Raises:
         UserError: If keys cannot be set. The message has one line for each of them.
@@ -57,10 +70,15 @@ def apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key` in `data`, and create missing mappings and lists along its path.
+    """Set one dotted key, and create the mappings and lists on its path that do not exist.
+
+    Args:
+        data: Values of the config, which are changed.
+        key: The dotted key, such as `data.sources.0.path`.
+        value: The new value; None to unset the key.
 
     Raises:
-        ValueError: If a part of the key is not a valid list index, or refers to something inside a plain value.
+        ValueError: If a part of the key is not a valid list index, or if a parent of the key is a plain value.
     """
     parts = key.split(".")
     if len(parts) > MAX_DEPTH:
@@ -73,11 +91,11 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
         child = container[index] if isinstance(container, list) else container.get(index)
         if child is None:
             if is_unset:
-                return  # null does not create the section of the key
+                return  # the key is already unset, so its parents need not exist
             child_key = reference.schema_key(".".join(parts[:depth]))
             is_list = TYPES.get(child_key, "").startswith("list")
             child = [] if is_list else {}
-        container[index] = copy(child)  # a YAML alias may refer to the same object from another key
+        container[index] = copy(child)  # copy, because another key may refer to the same object by a YAML alias
         container = container[index]
     index = _index_in(container, parts[-1], key, len(parts))
     if value is None and reference.schema_key(key).endswith(".NAME"):
@@ -87,7 +105,7 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _unset_exclusive(data: dict[str, Any], key: str) -> None:
-    """Remove all keys from `data` that cannot be set together with `key`, or with a section that contains it."""
+    """Remove all keys from `data` that cannot be set together with `key` or with a parent of `key`."""
     parts = key.split(".")
     container: Any = data
     for depth, part in enumerate(parts):
@@ -99,12 +117,13 @@ def _unset_exclusive(data: dict[str, Any], key: str) -> None:
         child = _child(container, part)
         if not isinstance(child, dict | list):
             return
-        container[int(part) if isinstance(container, list) else part] = copy(child)  # may be a YAML alias
-        container = _child(container, part)
+        index = int(part) if isinstance(container, list) else part
+        container[index] = copy(child)  # copy, because another key may refer to the same object by a YAML alias
+        container = container[index]
 
 
 def _child(container: Any, part: str) -> Any:
-    """Return the value of `part` in a mapping or list; None if there is none."""
+    """Return the value of a mapping or list for one part of a key; None if there is none."""
     if isinstance(container, dict):
         return container.get(part)
     is_index = re.fullmatch("[0-9]{1,6}", part) is not None and int(part) < len(container)
@@ -112,7 +131,19 @@ def _child(container: Any, part: str) -> Any:
 
 
 def _index_in(container: Any, part: str, key: str, depth: int) -> Any:
-    """Return `part` as an index of `container`. An index one past the end appends an item to a list."""
+    """Convert one part of a dotted key to an index of a mapping or list.
+
+    An index one past the end of a list is valid, and appends an empty item.
+
+    Args:
+        container: The mapping or list.
+        part: The part of the key.
+        key: The whole key, for error messages.
+        depth: Number of parts up to and including `part`.
+
+    Raises:
+        ValueError: If `container` is a plain value, or if `part` is not a valid index of the list.
+    """
     if isinstance(container, dict):
         return part
     parent = ".".join(key.split(".")[: depth - 1])

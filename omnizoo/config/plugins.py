@@ -1,7 +1,7 @@
-"""Plugins: config values that are either a built-in name or refer to user code as `package.module:name`.
+"""Plugins: user code that a config names as `package.module:name`, often instead of a built-in name.
 
-Only code that the config names is imported. Each mistake is reported in one line with the key, the value and the
-expected kind. Names are checked before torch is imported.
+Only code that the config names is imported. The form of names is checked when the config is loaded, before torch is
+imported. An error is one line with the config key, the name and what the key expects.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 
 from omnizoo.config.errors import UserError, named_line
 
-PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # keys that may name a plugin, in any section
+PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # last parts of all keys that may name a plugin
 # Errors that user code may raise when it is imported or called.
 CODE_ERRORS = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
@@ -24,10 +24,18 @@ CODE_ERRORS = (
 
 
 def check_name(value: str, built_in: Iterable[str], what: str) -> str:
-    """Return `value` if it is a built-in name or `package.module:name`.
+    """Check that `value` is a built-in name or has the form `package.module:name`.
+
+    Args:
+        value: The value in the config.
+        built_in: The built-in names.
+        what: What the names stand for, such as "loss". Error messages contain it.
+
+    Returns:
+        The unchanged value.
 
     Raises:
-        ValueError: If `value` is neither. The message suggests the closest built-in name.
+        ValueError: If the value is neither. The message suggests the most similar built-in name.
     """
     names = list(built_in)
     if value in names:
@@ -42,12 +50,17 @@ def check_name(value: str, built_in: Iterable[str], what: str) -> str:
 
 
 def built_in_or_plugin(built_in: Iterable[str], what: str) -> AfterValidator:
-    """Return a validator for keys that contain a built-in name or `package.module:name`."""
+    """Return a validator for keys whose value is a built-in name or `package.module:name`.
+
+    Args:
+        built_in: The built-in names.
+        what: What the names stand for, such as "loss". Error messages contain it.
+    """
     return AfterValidator(partial(check_name, built_in=built_in, what=what))
 
 
 def built_in_names(validator: Any) -> list[str]:
-    """Return the built-in names that a validator of `built_in_or_plugin` accepts; empty for other metadata."""
+    """Return the built-in names that a validator from `built_in_or_plugin` accepts; empty for other validators."""
     function = getattr(validator, "func", None)
     if isinstance(function, partial) and function.func is check_name:
         return list(function.keywords["built_in"])
@@ -55,12 +68,23 @@ def built_in_names(validator: Any) -> list[str]:
 
 
 def plugin(what: str) -> AfterValidator:
-    """Return a validator for keys that contain `package.module:name`."""
+    """Return a validator for keys whose value has the form `package.module:name`.
+
+    Args:
+        what: Description of the expected object. Error messages contain it.
+    """
     return AfterValidator(partial(check_plugin_name, what=what))
 
 
 def check_plugin_name(value: str, what: str) -> str:
-    """Return `value` if it has the form `package.module:name`.
+    """Check that `value` has the form `package.module:name`.
+
+    Args:
+        value: The value in the config.
+        what: Description of the expected object. Error messages contain it.
+
+    Returns:
+        The unchanged value.
 
     Raises:
         ValueError: If it has another form.
@@ -76,8 +100,11 @@ def resolve(spec: str, key: str, expected: str) -> Any:
 
     Args:
         spec: The name of the object.
-        key: The config key that contains it.
-        expected: The kind of object that the key expects, for messages.
+        key: The config key that contains the name.
+        expected: Description of the object that the key expects, for error messages.
+
+    Returns:
+        The object.
 
     Raises:
         UserError: If the import fails.
@@ -94,7 +121,16 @@ def resolve(spec: str, key: str, expected: str) -> Any:
 
 
 def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
-    """Import a subclass of `base`. See `resolve` for the other arguments.
+    """Import a subclass of `base`.
+
+    Args:
+        spec: The name of the class, as `package.module:name`.
+        key: The config key that contains the name.
+        base: The required base class.
+        expected: Description of the class that the key expects, for error messages.
+
+    Returns:
+        The class.
 
     Raises:
         UserError: If the import fails, or the object is not a subclass of `base`.
@@ -110,7 +146,18 @@ def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
 def check_call(
     target: Callable[..., Any], spec: str, key: str, args: Iterable[Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise `UserError` if `target`, which `spec` names in the config, cannot be called with these arguments."""
+    """Check that a plugin can be called with the given arguments, without calling it.
+
+    Args:
+        target: The plugin: a function or class.
+        spec: The name of the plugin in the config.
+        key: The config key that contains the name.
+        args: Positional arguments.
+        options: Keyword arguments.
+
+    Raises:
+        UserError: If the signature of `target` does not accept the arguments.
+    """
     parameters = keyword_parameters(target)
     unknown = [name for name in options if parameters is not None and name not in parameters]
     try:
@@ -125,7 +172,20 @@ def check_call(
 
 
 def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
-    """Call the class or function `spec`, which the config key `key` names, with `options`, and return its result."""
+    """Import a class or function and call it.
+
+    Args:
+        spec: The name of the class or function, as `package.module:name`.
+        key: The config key that contains the name.
+        expected: Description of the object that the key expects, for error messages.
+        options: Keyword arguments of the call.
+
+    Returns:
+        The result of the call.
+
+    Raises:
+        UserError: If the import or the call fails.
+    """
     target = resolve(spec, key, expected)
     if not callable(target):
         raise UserError(f"{key}: {spec} is a {type(target).__name__}; expected {expected}")
@@ -139,9 +199,9 @@ def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
 
 
 def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the keyword parameters of `target`; None if it accepts any keyword or has no signature.
+    """Return the keyword parameters of a function or class; None if it accepts any keyword or has no signature.
 
-    A class that passes further arguments on to its base class also accepts those of its base class.
+    If the constructor of a class has `**kwargs`, the parameters of its base class's constructor are included.
     """
     functions: list[Any] = [target]
     if isinstance(target, type):
@@ -161,7 +221,7 @@ def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | Non
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the most similar name; empty if none is similar."""
+    """Return the hint "; did you mean ...?" with the most similar of the known names; empty if none is similar."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -176,13 +236,13 @@ def _parameter_names(target: Callable[..., Any]) -> str:
 
 
 def check_allowed(settings: Any, allow_code: Sequence[str], file: str, alternative: str) -> None:
-    """Check that the command line allows all code that a file from a possibly untrusted source names.
+    """Check that the user allows all plugins that a file names. The file may come from an untrusted source.
 
     Args:
         settings: The config in the file, or a part of it, as plain values.
-        allow_code: Modules that the command line allows, with their submodules.
-        file: Name of the file, for messages.
-        alternative: What to do instead of `--allow-code`, for messages.
+        allow_code: Modules that the user allows. Their submodules are included.
+        file: Name of the file, for the error message.
+        alternative: What the user can do instead of `--allow-code`, for the error message.
 
     Raises:
         UserError: If a plugin is not allowed.
@@ -197,7 +257,12 @@ def check_allowed(settings: Any, allow_code: Sequence[str], file: str, alternati
 
 
 def named_code(value: Any, key: str = "") -> Iterator[str]:
-    """Yield every plugin name (`package.module:name`) in a config."""
+    """Yield every plugin name (`package.module:name`) in a config.
+
+    Args:
+        value: The config, or a part of it, as plain values.
+        key: Last part of the key whose value it is; empty for a whole config.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from named_code(inner, name)

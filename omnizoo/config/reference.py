@@ -33,7 +33,7 @@ def all_keys() -> list[Key]:
 
 
 def sections() -> dict[str, str]:
-    """Return the description of each section, by name."""
+    """Return the description of each section, keyed by its name."""
     return {name: _description(field) for name, field in Config.model_fields.items()}
 
 
@@ -43,7 +43,10 @@ def _description(field: FieldInfo) -> str:
 
 
 def schema_key(key: str) -> str:
-    """Replace indices and names in a key: `data.sources.0.path` -> `data.sources.N.path`."""
+    """Replace indices with `N` and names that the user chose with `NAME`.
+
+    For example, `data.sources.0.path` becomes `data.sources.N.path`.
+    """
     for mapping in _named():
         key = re.sub(rf"^({re.escape(mapping)})\.[^.]+", r"\1.NAME", key)
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", key)
@@ -51,12 +54,15 @@ def schema_key(key: str) -> str:
 
 @cache
 def exclusive_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the mutually exclusive keys of each section, such as `train`, `data.sources.N` or `optimizer.groups.N`."""
+    """Return `ConfigSection.exclusive` of each section that has such keys.
+
+    The result is keyed by the schema key of the section, such as `train`, `data.sources.N` or `optimizer.groups.N`.
+    """
     return dict(_exclusive_in(Config, ""))
 
 
 def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, ...]]]]:
-    """Yield the mutually exclusive keys of a section and of the sections nested in it."""
+    """Yield (schema key of the section, exclusive keys) for a section and for the sections nested in it."""
     if section.exclusive:
         yield prefix.removesuffix("."), section.exclusive
     for name, field in section.model_fields.items():
@@ -66,7 +72,7 @@ def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[s
 
 @cache
 def _named() -> frozenset[str]:
-    """Return the keys whose values are mappings with names that the user chooses."""
+    """Return the keys of mappings whose entries have names that the user chooses, such as `model.modalities`."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
 
 
@@ -74,7 +80,7 @@ def _keys_of(section: type[ConfigSection], prefix: str) -> Iterator[Key]:
     """Yield the keys of a section and of the sections nested in it."""
     for name, field in section.model_fields.items():
         key = prefix + name
-        if key not in Config.model_fields:  # sections are headings
+        if key not in Config.model_fields:  # top-level sections are headings and not keys
             yield Key(
                 key=key,
                 type=with_bounds(annotation_text(field.annotation), field.metadata),
@@ -94,7 +100,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as YAML on one line."""
+    """Return a value as YAML on one line. For a section, include only the keys that were set explicitly."""
     if isinstance(value, ConfigSection):
         keys_set = [key for key in type(value).model_fields if key in value.model_fields_set]
         entries = [f"{key}: {_value_text(getattr(value, key))}" for key in keys_set]

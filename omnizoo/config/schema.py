@@ -1,7 +1,8 @@
-"""The config schema: all sections, and checks across them. Every key has a type and a description.
+"""The config schema: all sections, and checks that involve several of them.
 
-The results of a run depend on all sections except `parallel` and `log`: the layout never changes the results.
-The configuration reference and `omnizoo train --help` are generated from the fields.
+Every key has a type and a description. The configuration reference and `omnizoo train --help` are generated from them.
+
+The sections `parallel` and `log` do not affect the results of a run. All other sections do.
 """
 
 from typing import Any, Literal
@@ -30,13 +31,13 @@ class Config(ConfigSection):
     """the model: weights from `model.path`, or random initialization of `model.config`"""
 
     data: DataSection
-    """sources of rows, and how rows become packs"""
+    """sources of rows, and the conversion of rows to packs"""
 
     parallel: ParallelSection = ParallelSection()
-    """layout of ranks, and memory savings; results do not depend on it"""
+    """layout of the ranks, and ways to save memory; results do not depend on them"""
 
     train: TrainSection = TrainSection()
-    """length of the run, batch, learning rate, losses, precision"""
+    """length of the run, batch size, learning rate, losses, precision"""
 
     evaluation: EvaluationSection = EvaluationSection()
     """held-out losses, generated responses, metrics, early stopping"""
@@ -52,7 +53,10 @@ class Config(ConfigSection):
 
     @property
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
-        """Whether the losses refuse, allow or require preference rows. They are required if no loss uses other rows."""
+        """Whether the losses refuse, allow or require preference rows.
+
+        They refuse such rows if none of them is a preference loss, and require them if no loss can use other rows.
+        """
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
             return "refused"
@@ -61,28 +65,28 @@ class Config(ConfigSection):
 
     @property
     def learns_answers(self) -> bool:
-        """Whether the preferred responses of preference rows are also targets of token losses."""
+        """Whether the config has a token loss, such as cross entropy. Chosen responses are then targets of it, too."""
         return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *ROUTER_LOSSES})
 
     @property
     def single_answers(self) -> bool:
-        """Whether a loss (KTO) uses single labeled responses instead of pairs of responses."""
+        """Whether a loss uses single labeled responses instead of preference pairs. Only KTO does."""
         return any(loss.kind == "kto" for loss in self.train.losses)
 
     @property
     def known_answers(self) -> bool:
-        """Whether responses need a content hash, because a loss caches reference values on disk."""
+        """Whether a loss caches values of its reference model on disk. Responses then need a content hash as a key."""
         return any(loss.kind in PREFERENCES and loss.options.get("reference_cache") for loss in self.train.losses)
 
     @property
     def mismatched_answers(self) -> bool:
-        """Whether each prompt also gets the response of another row, for the KTO baseline."""
+        """Whether the KTO baseline is estimated. Each prompt is then also paired with the response of another row."""
         return any(loss.kind == "kto" and loss.options.get("baseline") != "zero" for loss in self.train.losses)
 
     def without_cache(self) -> "Config":
-        """Return a config whose losses do not use the disk cache.
+        """Return a copy of the config whose losses do not cache reference values on disk.
 
-        For dry runs and `verify`, whose weights differ from those of the run.
+        Dry runs and `verify` need it, because their weights differ from those of the run.
         """
         return self.changed(train={"losses": [_without_cache(loss) for loss in self.train.losses]})
 
@@ -90,7 +94,10 @@ class Config(ConfigSection):
         """Return a copy of the config with some values replaced.
 
         Args:
-            sections: For each section to change, the new values by key. They are not validated.
+            sections: Name of each section to change, and its new values by key. The values are not validated.
+
+        Returns:
+            The new config.
         """
         updates = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updates)
@@ -98,7 +105,7 @@ class Config(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _derive_defaults(cls, value: Any) -> Any:
-        """Derive the packs per step from `train.tokens_per_step`, and a suitable number of lanes."""
+        """Derive `train.packs_per_step` from `train.tokens_per_step`, and the default of `data.lanes`."""
         if not isinstance(value, dict):
             return value
         value = _with_packs_per_step(value)
@@ -112,18 +119,19 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _check_loss_names(self) -> "Config":
-        """Check that no loss has the name of a decoder, whose loss is named after the modality."""
+        """Check that no loss is named like a modality with a decoder, because the decoder's loss has that name."""
         for i, loss in enumerate(self.train.losses):
             modality = self.model.modalities.get(loss.label)
             if modality is not None and modality.decoder is not None:
                 raise ValueError(
-                    f"train.losses.{i} ({loss.kind}): the name {loss.label!r} belongs to the loss of that decoder. Set "
-                    "another `name`."
+                    f"train.losses.{i} ({loss.kind}): the name {loss.label!r} is already used by the loss of "
+                    f"model.modalities.{loss.label}.decoder. Set another `name`."
                 )
         return self
 
     @model_validator(mode="after")
     def _check_profile(self) -> "Config":
+        """Check that `log.profile` starts within the run."""
         steps = self.log.profiled
         if steps and self.train.epochs is None and steps.start > self.train.steps:
             raise ValueError(
@@ -134,6 +142,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _check_epochs(self) -> "Config":
+        """Check that `train.epochs` is not combined with different weights of sources."""
         weights = self.data.weights or []
         if self.train.epochs is not None and len(set(weights)) > 1:
             listed = ", ".join(f"{weight:g}" for weight in weights)
@@ -145,6 +154,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> "Config":
+        """Check that evaluations have data, and that keys which depend on evaluations are only set with them."""
         every = self.evaluation.every
         if every and not self.data.eval_sources:
             raise ValueError(
@@ -162,12 +172,12 @@ class Config(ConfigSection):
 
 
 def _value_of(section: Any, key: str) -> Any:
-    """Return the value of a key in a section that may be a mapping or a validated object."""
+    """Return the value of a key in a section, which may be a mapping or a validated object."""
     return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
 
 
 def _without_cache(loss: LossSettings) -> LossSettings:
-    """Return the settings of a loss without the cache of reference values."""
+    """Return the settings of a loss without the option `reference_cache`."""
     if loss.kind not in PREFERENCES:
         return loss
     options = {name: value for name, value in loss.options.items() if name != "reference_cache"}
@@ -175,9 +185,10 @@ def _without_cache(loss: LossSettings) -> LossSettings:
 
 
 def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
-    """Derive `train.packs_per_step` if `train.tokens_per_step` is set.
+    """Return the config values with `train.packs_per_step`, derived from `train.tokens_per_step` if that is set.
 
-    The latter must be a multiple of `data.pack_tokens`.
+    Raises:
+        ValueError: If both keys are set, or if `train.tokens_per_step` is not a multiple of `data.pack_tokens`.
     """
     train: Any = value.get("train")
     tokens = _value_of(train, "tokens_per_step")
@@ -196,9 +207,13 @@ def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_packs(tokens: int, pack_tokens: Any) -> int:
-    """Return the number of packs that `tokens` tokens fill. Raises ValueError if it is not an integer."""
+    """Return the number of packs that `tokens` tokens fill.
+
+    Raises:
+        ValueError: If `tokens` is not a multiple of `pack_tokens`.
+    """
     if type(pack_tokens) is not int or pack_tokens < 1:
-        return 1  # the error is reported for data.pack_tokens
+        return 1  # validation of data.pack_tokens reports the error
     packs, rest = divmod(tokens, pack_tokens)
     if rest:
         multiples = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)

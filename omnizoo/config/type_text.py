@@ -7,12 +7,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from omnizoo.config.plugins import built_in_names
 from omnizoo.config.sections.base import ConfigSection, PythonObject
 
+# Names of Python types in the terms of a config file.
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
+# Names of pydantic's constraints, and how they are written.
 SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
 
 
 def sections_in(annotation: Any) -> Iterator[tuple[type[ConfigSection], str]]:
-    """Yield the sections in `annotation`, each with the prefix of its keys: empty, `N.` or `NAME.`."""
+    """Yield each section that a type annotation contains, with the prefix of its keys.
+
+    The prefix is `N.` for a list of sections, `NAME.` for a mapping of sections, and empty for a single section.
+    """
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         yield annotation, ""
@@ -26,7 +31,12 @@ def sections_in(annotation: Any) -> Iterator[tuple[type[ConfigSection], str]]:
 
 
 def choices_in(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield the values that a type accepts, or the built-in names of a plugin key; none for other types."""
+    """Yield all values of a type that has a fixed set of them, or the built-in names of a key that accepts plugins.
+
+    Args:
+        annotation: The type annotation of the key.
+        metadata: Pydantic's metadata of the key, such as validators.
+    """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from choices_in(args[0], args[1:])
@@ -43,8 +53,8 @@ def choices_in(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def with_bounds(text: str, metadata: Sequence[Any]) -> str:
-    """Append the bounds in the metadata of a field to its type: `integer` -> `integer >= 1`."""
-    if text == NAMES[str]:  # the minimum length of 1 is not mentioned
+    """Append the bounds of a key to the text of its type: `integer` -> `integer >= 1`."""
+    if text == NAMES[str]:  # omit the minimum length of 1 that all texts have
         return text
     bounds = []
     for constraint in metadata:
@@ -56,7 +66,7 @@ def with_bounds(text: str, metadata: Sequence[Any]) -> str:
 
 
 def annotation_text(annotation: Any) -> str:
-    """Return a type annotation in the terms of a config file: `list[int] | None` -> `list of integer or null`."""
+    """Describe a type annotation in the terms of a config file: `list[int] | None` -> `list of integer or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return "{" + ", ".join(annotation.model_fields) + "}"
@@ -67,7 +77,7 @@ def annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin in (Union, UnionType):
-        # A file cannot contain a Python object.
+        # Omit Python objects, because a file cannot contain them.
         return " or ".join(annotation_text(arg) for arg in args if arg is not PythonObject)
     if origin is list:
         return f"list of {annotation_text(args[0])}"

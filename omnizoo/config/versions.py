@@ -1,7 +1,7 @@
-"""Tested versions of the packages whose private APIs OmniZoo calls, and messages about other versions.
+"""Tested versions of the packages whose private APIs OmniZoo calls, and error messages about other versions.
 
-`pyproject.toml` has the same ranges. A patch release may still change a private API. Signatures are therefore checked
-when a model is built, so that a change is reported in one line instead of as a traceback during a run.
+`pyproject.toml` contains the same ranges. A patch release may still change a private API. Building a model therefore
+checks the signatures of private functions, so that a change is a one-line error instead of a traceback during a run.
 """
 
 import inspect
@@ -12,12 +12,13 @@ from typing import Any
 
 from omnizoo.config.errors import UserError
 
+# First and last tested version of each package.
 TESTED = {"torch": ("2.13.0", "2.13.0"), "transformers": ("5.21.1", "5.23.0"), "peft": ("0.21.2", "0.21.2")}
 Signature = tuple[Callable[..., Any], Sequence[str]]  # a function, and the names of its first parameters
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each package that is installed."""
+    """Return the versions of those packages that are installed."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -26,12 +27,12 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, one of those in pyproject.toml."""
+    """Return the command that installs an optional dependency group ("extra") of pyproject.toml."""
     return f"pip install 'omnizoo[{extra}]'"
 
 
 def advice(package: str) -> str:
-    """Return a sentence with the installed version, the tested versions and the command to install one of them."""
+    """Return the installed and the tested versions of a package, and the command that installs a tested one."""
     first, last = TESTED[package]
     installed = installed_versions([package]).get(package)
     if installed is None:
@@ -41,7 +42,7 @@ def advice(package: str) -> str:
 
 
 def explain_import(error: ImportError) -> str | None:
-    """Explain a failed import of a tested package in one line; None for other packages."""
+    """Return a one-line explanation of a failed import from a tested package; None for other packages."""
     package = (error.name or "").partition(".")[0]
     if package not in TESTED:
         return None

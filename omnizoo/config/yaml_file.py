@@ -1,4 +1,8 @@
-"""Read and write YAML, with the scalars of YAML 1.2, limits on size and depth, and the line of every key."""
+"""Read and write config files in YAML.
+
+Numbers and booleans follow YAML 1.2. The size and depth of documents is limited, and the parser returns the line number
+of every key for error messages.
+"""
 
 import os
 import re
@@ -19,8 +23,9 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_DIGITS = 400  # maximum length of a number
 
-# PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of
-# YAML 1.2, except that an integer with a leading zero stays text, because its base is ambiguous.
+# PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. This table defines the
+# scalars of YAML 1.2 instead: for each type, a pattern and the characters it can begin with. Unlike in YAML 1.2, an
+# integer with a leading zero stays text, because its base is ambiguous.
 SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -35,20 +40,22 @@ SCALARS = {
 TAG_PREFIX = "tag:yaml.org,2002:"
 TAGS = {TAG_PREFIX + name for name in (*SCALARS, "str", "seq", "map")}
 
-Problem = tuple[int, str]  # line, message
+Problem = tuple[int, str]  # line number and error message
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Loader that parses only the scalars of YAML 1.2."""
+    """Loader that recognizes only the scalars in `SCALARS`."""
 
 
 class YamlDumper(yaml.SafeDumper):
     """Dumper that quotes every text that YAML 1.1 or 1.2 would parse as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True, so that repeated values are written in full instead of as YAML aliases."""
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Write a text with unprintable characters in double quotes, and other texts in the default style."""
         # PyYAML 6 loses unusual line breaks (U+0085, U+2028) unless they are escaped.
         return self.represent_scalar(f"{TAG_PREFIX}str", data, style=None if data.isprintable() else '"')
 
@@ -61,7 +68,13 @@ for _name, (_pattern, _first_characters) in SCALARS.items():
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a regular file of at most `MAX_BYTES` bytes. Reading other files may block or never end."""
+    """Return the text of a config file.
+
+    Other files than regular ones are rejected, because reading a pipe or a device may never end.
+
+    Raises:
+        UserError: If the file is missing, not a regular file, not UTF-8, or larger than `MAX_BYTES`.
+    """
     if not str(path):
         raise UserError("config file: the name is empty. Pass the path of a YAML file.")
     try:
@@ -73,7 +86,7 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"{path}: cannot be read as a config file: not UTF-8 ({error.reason})") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read as a config file: {error.strerror}") from None
-    except ValueError as error:  # the name contains NUL
+    except ValueError as error:  # the name contains a NUL character
         raise UserError(f"{path}: not a valid name of a config file: {error}") from None
 
 
@@ -84,11 +97,18 @@ def _check_file(path: str | Path) -> None:
         kind = "a folder" if S_ISDIR(status.st_mode) else "not a regular file"
         raise UserError(f"{path}: {kind}; expected a YAML file")
     if status.st_size > MAX_BYTES:
-        raise UserError(f"{path}: {status.st_size:,} bytes; a config file can have at most {MAX_BYTES:,}")
+        raise UserError(f"{path}: the file has {status.st_size:,} bytes; a config file can have at most {MAX_BYTES:,}")
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write all keys atomically, including defaults, so that the file stays valid when a default changes."""
+    """Write a config file atomically.
+
+    All keys are written, including those with default values, so that a later change of a default does not affect the
+    saved config.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     text = yaml.dump(config.model_dump(), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=120)
@@ -104,18 +124,18 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int]]:
-    """Parse a document, or the value of one key.
+    """Parse a YAML document, or the value of one config key.
 
     Args:
-        text: YAML.
-        where: The origin of the text in messages.
-        key: The key whose value is `text`; empty for a whole document.
+        text: The YAML text.
+        where: Where the text comes from, for error messages.
+        key: The dotted key whose value is `text`; empty for a whole document.
 
     Returns:
-        The value, and the line of each dotted key in it.
+        The value, and the line number of each dotted key in it.
 
     Raises:
-        UserError: If the text is not valid YAML, or not valid in a config.
+        UserError: If the text is not valid YAML, or contains something that a config must not contain.
     """
     lines: dict[str, int] = {}
     try:
@@ -142,9 +162,12 @@ def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int
 
 
 def _check_depth(text: str) -> None:
-    """Check the nesting depth of a document before it is parsed.
+    """Check the nesting depth of a document before values are built from it.
 
-    PyYAML's running time is quadratic in the depth, and deep documents exceed the recursion limit.
+    PyYAML's running time is quadratic in the depth, and building deep documents exceeds Python's recursion limit.
+
+    Raises:
+        yaml.MarkedYAMLError: If the document has more than `MAX_DEPTH` levels.
     """
     depth = 0
     for event in yaml.parse(text, YamlLoader):
@@ -161,9 +184,19 @@ def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]) -> Iterator[Problem]:
-    """Record the line of every key below `node`, and yield problems: valid YAML that a config must not contain.
+    """Record the line of every key inside `node`, and yield problems: valid YAML that a config must not contain.
 
-    This is a generator because aliases can multiply the problems of a small file. The caller reads only the first ones.
+    This is a generator because YAML aliases can multiply the problems of a small file, and the caller needs only the
+    first ones.
+
+    Args:
+        node: A node of the document.
+        key: Dotted key of the node.
+        lines: Receives the line number of each dotted key.
+        parents: The nodes that contain `node`, to find aliases that contain themselves.
+
+    Yields:
+        The line number and the message of each problem.
     """
     line = _line_of(node)
     if node in parents:
@@ -192,7 +225,7 @@ def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple
 def _index_mapping(
     node: yaml.MappingNode, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]
 ) -> Iterator[Problem]:
-    """Record the lines of a mapping's keys, and yield problems with them and with their values."""
+    """Record the lines of a mapping's keys, and yield problems of the keys and of their values."""
     first_lines: dict[str, int] = {}
     for name_node, value in node.value:
         line = _line_of(name_node)
@@ -218,7 +251,7 @@ def _line_of(node: yaml.Node) -> int:
 
 
 def _scalar_problem(node: yaml.Node) -> str | None:
-    """Return why a scalar is invalid for any key, such as a NUL character; None if it is valid."""
+    """Return what is wrong with a scalar for every key, such as a NUL character; None if nothing is wrong."""
     text = str(node.value)
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         return "contains a NUL character or a lone surrogate; remove it"

@@ -1,4 +1,4 @@
-"""Base class of all config sections, value types, and Python objects as values."""
+"""Base classes of the config sections, and the types of values that several sections use."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +16,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 
 
 def _check_identifier(value: str) -> str:
-    """Return `value` if it is a valid metric name."""
+    """Return `value` unchanged if it is a valid metric name. Raises ValueError if it is not."""
     if not value.isidentifier():
         raise ValueError(f"{value!r} is not a valid name of a metric. Use letters, digits and _.")
     return value
@@ -27,7 +27,10 @@ MetricName = Annotated[str, Field(min_length=1, max_length=80), AfterValidator(_
 
 @dataclass(frozen=True, eq=False)
 class PythonObject:
-    """An object that was passed to `omnizoo.train`. A saved config contains its name instead."""
+    """A Python object that was passed to `omnizoo.train`, as the value of a config key.
+
+    A saved config contains the name of the object, because the object itself cannot be written as YAML.
+    """
 
     value: Any = field(repr=False)
     name: str
@@ -42,7 +45,17 @@ Object = Annotated[Text | PythonObject | None, PlainSerializer(to_plain)]
 
 
 def alternatives(*groups: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Return, for each key of mutually exclusive groups of keys, the keys of all other groups."""
+    """Build a value for `ConfigSection.exclusive` from groups of keys of which only one group may be set.
+
+    `alternatives(("path",), ("rows", "options"))` returns
+    `{"path": ("rows", "options"), "rows": ("path",), "options": ("path",)}`.
+
+    Args:
+        groups: Groups of keys. Keys of the same group can be set together.
+
+    Returns:
+        For each key, the keys that cannot be set together with it.
+    """
     exclusive: dict[str, tuple[str, ...]] = {}
     for group in groups:
         others = [key for other in groups if other != group for key in other]
@@ -51,9 +64,13 @@ def alternatives(*groups: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 class ConfigSection(BaseModel):
-    """A frozen group of keys. Unknown keys are errors, and types are strict."""
+    """Base class of all groups of config keys.
 
-    # Keys that cannot be set together with a key. On the command line, a key replaces those of the file.
+    A section is immutable. An unknown key is an error, and a value of the wrong type is not converted.
+    """
+
+    # For each key, the keys that cannot be set together with it. A key on the command line replaces such keys of the
+    # config file.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     model_config = ConfigDict(
@@ -63,13 +80,13 @@ class ConfigSection(BaseModel):
         allow_inf_nan=False,
         validate_default=True,
         arbitrary_types_allowed=True,  # for `PythonObject`
-        use_attribute_docstrings=True,  # strings below fields are the descriptions of keys
+        use_attribute_docstrings=True,  # the string below a field is the description of the key
     )
 
     @model_validator(mode="before")
     @classmethod
     def _unset_nulls(cls, value: Any) -> Any:
-        """Remove keys that are null and have a default."""
+        """Remove optional keys whose value is null, so that they get their default."""
         if not isinstance(value, dict):
             return value
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
@@ -77,7 +94,7 @@ class ConfigSection(BaseModel):
 
 
 class NamedSettings(ConfigSection):
-    """Settings that can be abbreviated to the text of `kind`."""
+    """Settings with a key `kind`. A config may contain the value of `kind` as text instead of a mapping."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,23 +108,24 @@ class SubmoduleSettings(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("config",))
 
     path: Text | None = None
-    """HF folder with pretrained weights, or `ORG/NAME` on the Hugging Face Hub"""
+    """Pretrained weights: a Hugging Face model folder, or `ORG/NAME` on the Hugging Face Hub."""
 
     config: Text | dict[str, Any] | None = None
-    """HF folder or `ORG/NAME` on the hub, or inline mapping with `model_type`, for random initialization from
-    `train.seed`"""
+    """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
+    on the hub, or a mapping with `model_type`."""
 
     freeze: bool = False
-    """whether the weights stay fixed; default: trained"""
+    """Whether the weights stay fixed. By default, they are trained."""
 
     lr: LearningRate | None = None
-    """peak learning rate; default: `train.lr`"""
+    """Peak learning rate of these weights. Default: `train.lr`."""
 
     dtype: Literal["fp32", "bf16"] | None = None
-    """dtype of the weights, for frozen submodules only; default: that of the model"""
+    """Dtype of the weights. Set it only together with `freeze: true`. Default: the dtype of the model."""
 
     recompute: Literal["none", "full", "selective"] | None = None
-    """activations to recompute in backward; default: `parallel.recompute`"""
+    """Activations of this submodule that the backward pass recomputes. Default: `parallel.recompute`, which explains
+    the values."""
 
     @model_validator(mode="after")
     def _check_weight_source(self) -> "SubmoduleSettings":

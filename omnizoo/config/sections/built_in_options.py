@@ -1,4 +1,4 @@
-"""Checks for the options of built-in losses and optimizers, which run before torch is imported."""
+"""Checks for the options of built-in losses and optimizers. They do not need torch."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ def check_options(kind: str, known: Mapping[str, Any], options: Mapping[str, Any
 
     Args:
         kind: The name of the loss or optimizer.
-        known: All options of this kind, and their types.
+        known: The type of each option of this kind.
         options: The options in the config.
         key: The config key of the options; the message starts with it.
 
@@ -42,7 +42,7 @@ def without_nulls(settings: Any, built_in: Collection[str], default_kind: Any) -
     Null unsets an option of a built-in kind. For a plugin, null is a value.
 
     Args:
-        settings: A mapping with `options`, and maybe `kind`. Other values are returned unchanged.
+        settings: A mapping with `options` and optionally `kind`. Other values are returned unchanged.
         built_in: The built-in kinds.
         default_kind: The kind if `settings` has none.
     """
@@ -56,5 +56,5 @@ def without_nulls(settings: Any, built_in: Collection[str], default_kind: Any) -
 
 
 def to_tuple(value: Any) -> Any:
-    """Convert a list in the config to a tuple, as optimizers and losses expect."""
+    """Return a list as a tuple, because optimizers and losses expect tuples. Return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value

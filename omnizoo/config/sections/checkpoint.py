@@ -1,4 +1,4 @@
-"""Keys of `checkpoint`: when checkpoints are saved, which are kept, and which one a run resumes from."""
+"""Keys of `checkpoint`: when to save checkpoints, which ones to keep, and which one to resume from."""
 
 from typing import Literal
 
@@ -6,42 +6,44 @@ from pydantic import field_validator
 
 from omnizoo.config.sections.base import ConfigSection, PositiveInt, Steps, Text
 
-OLD_WEIGHTS_PREFIX = "weights:"  # in run.json of a run that started from weights, and in configs of earlier versions
+# `weights:PATH` is the starting point in run.json of a run with `model.init_from`. Configs of earlier versions have it
+# in `checkpoint.resume`.
+OLD_WEIGHTS_PREFIX = "weights:"
 
 
 class CheckpointSection(ConfigSection):
     """Keys of `checkpoint`."""
 
     every: Steps = 0
-    """number of steps between checkpoints; 0: only at the end of the run"""
+    """Number of steps between two checkpoints. With 0, only the end of the run is saved."""
 
     keep: PositiveInt = 2
-    """number of newest complete checkpoints to keep"""
+    """Number of checkpoints to keep. Older ones are deleted after each save."""
 
     dir: Text | None = None
-    """folder of the checkpoints; default: `<log.dir>/checkpoints`"""
+    """Folder for the checkpoints. Default: `checkpoints` in `log.dir`."""
 
     resume: Text = "auto"
-    """checkpoint to resume from: `auto` for the newest intact one in `dir`, `never` for a new run, or a checkpoint
-    folder"""
+    """Checkpoint to resume from. `auto` resumes from the newest intact checkpoint in `checkpoint.dir`, or starts a new
+    run if there is none. `never` starts a new run. Another value is the path of a checkpoint."""
 
     best: Text | None = None
-    """evaluation metric, such as `eval/loss`, whose best checkpoint is saved and kept in addition to the newest `keep`;
-    default: none"""
+    """Evaluation metric, such as `eval/loss`. The checkpoint with its best value is saved and kept in addition to the
+    newest ones. Default: no such checkpoint."""
 
     on_save_error: Literal["stop", "continue"] = "stop"
-    """action if saving fails, for example on a full disk: `stop` with an error, or `continue` with a warning; earlier
-    checkpoints stay intact"""
+    """What happens if saving fails, for example because the disk is full: `stop` ends the run with an error, `continue`
+    prints a warning and continues. Earlier checkpoints stay intact."""
 
     @field_validator("resume")
     @classmethod
     def _check_resume(cls, value: str) -> str:
-        """Reject `weights:PATH`, the form of earlier versions."""
+        """Reject the value `weights:PATH` of earlier versions, and name the key that replaces it."""
         if value.startswith(OLD_WEIGHTS_PREFIX):
             path = value.removeprefix(OLD_WEIGHTS_PREFIX) or "PATH"
             raise ValueError(f"{value} is now model.init_from: {path}, which starts a new run")
         return value
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is saved after `step`."""
+        """Whether a checkpoint is saved after `step` because of `every`."""
         return self.every > 0 and step % self.every == 0

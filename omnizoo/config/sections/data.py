@@ -1,4 +1,4 @@
-"""Keys of `data`: sources of rows, and how rows become packs."""
+"""Keys of `data`: sources of rows, and the conversion of rows to packs."""
 
 import math
 import re
@@ -12,8 +12,8 @@ from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, alternatives, to_plain
 
 MIN_LANES = 8
-MAX_FITTING_LANES = 64  # each lane buffers a few hundred samples
-# Schemas of rows: which fields contain prompts, responses, texts and media.
+MAX_FITTING_LANES = 64  # the default is not larger, because each lane buffers a few hundred samples in memory
+# Schemas of rows. A schema determines which fields contain prompts, responses, texts and media.
 RowFormat = Literal[
     "messages",
     "text",
@@ -28,17 +28,17 @@ RowFormat = Literal[
 ]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
-
-RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables of chat templates
+# Variables of chat templates that the renderer sets itself.
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check that the options are names of variables that a chat template may set."""
+    """Return `options` unchanged if all keys are names of template variables that a config may set."""
     for name in options:
         if not name.isidentifier() or name.startswith("_"):
             raise ValueError(f"{name!r} is not the name of a template variable. Use a name such as enable_thinking.")
         if name in RESERVED_VARIABLES:
-            raise ValueError(f"{name} is set by OmniZoo. Remove it.")
+            raise ValueError(f"{name} cannot be an option, because it is set for each row. Remove it.")
     return options
 
 
@@ -51,51 +51,54 @@ class SourceSettings(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(("path",), ("rows", "options"), ("given",))
 
     path: Text | None = None
-    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, a dataset on the
-    Hugging Face Hub (`ORG/NAME` or `ORG/NAME@REVISION`), or an fsspec address (`s3://...`) to copy to
-    `data.cache_dir`"""
+    """Where the rows are: a JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets`
+    folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub, or an fsspec address such as `s3://...`, which is
+    copied to `data.cache_dir`."""
 
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """relative share of rows among the sources; default: 1 if another source has a weight, otherwise the number of rows
-    of the source"""
+    """Relative share of the source in the mix. Default: 1 if another source has a weight, otherwise the number of rows
+    of the source."""
 
     split: Text = "train"
-    """split to read, if the path is a `datasets` folder"""
+    """Split to read, if the source has splits: a `datasets` folder, a folder with a file for each split, or a dataset
+    on the hub."""
 
     take: Text | None = None
-    """subset of the rows, `every 50th` or `all but every 50th`, to split one file into training and held-out data;
-    default: all rows"""
+    """Subset of the rows: `every 50th`, or `all but every 50th`. Use both forms to split one file into held-out and
+    training data. Default: all rows."""
 
     format: RowFormat | None = None
-    """schema of the rows (docs/how-to/data.md); default: inferred from the fields"""
+    """Schema of the rows (docs/how-to/data.md). Set it if the field names are ambiguous. Default: inferred from the
+    fields."""
 
     columns: dict[Text, Text] = Field({})
-    """renamed fields as `{our name: name in the rows}`, such as `{text: body}`"""
+    """Fields to rename, as `{our name: name in the rows}`, such as `{text: body}`."""
 
     json_columns: list[Text] | None = None
-    """fields that contain JSON as text; default: `messages`, `conversations`, `history`, `tools`, media fields"""
+    """Fields whose text is parsed as JSON. Default: `messages`, `conversations`, `history`, `tools` and the media
+    fields."""
 
     media_dir: Text | None = None
-    """folder for relative media paths in the rows; default: the folder of the data file, or the working directory for
-    rows from Python"""
+    """Folder that relative media paths in the rows refer to. Default: the folder of the data file, or the working
+    directory for rows from Python."""
 
     untagged_media: Literal["first"] | None = None
-    """position of media in a column if no text of the row has a tag such as `<image>` for them: `first` places them at
-    the beginning of the first user message; default: such rows are bad rows"""
+    """Where to put the media of a row whose texts have no tag such as `<image>`. `first` puts them at the beginning of
+    the first user message. By default, such a row is a bad row."""
 
     rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
-    """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
-    torch dataset or an `omnizoo.RowSource` (docs/how-to/plugins.md)"""
+    """`package.module:callable` of a plugin, instead of `path`. It returns a list of dicts, a `datasets.Dataset`, a
+    torch dataset or an `omnizoo.RowSource` (docs/how-to/plugins.md)."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the callable in `rows`"""
+    """Keyword arguments of the callable in `rows`."""
 
     given: Object = None
-    """class of the rows that were passed to `omnizoo.train(data=...)`; set automatically"""
+    """Class of the rows that were passed to `omnizoo.train(data=...)`. It is set automatically."""
 
     @property
     def name(self) -> str:
-        """Name of the source in messages, without the commit of a dataset on the hub."""
+        """Name of the source in messages. For a dataset on the hub, it has no revision and no commit."""
         return without_revision(self.path) if self.path else str(self.rows or to_plain(self.given))
 
     @model_validator(mode="after")
@@ -114,7 +117,7 @@ class SourceSettings(ConfigSection):
         field_names = list(self.columns.values())
         repeated = [name for name in field_names if field_names.count(name) > 1]
         if repeated:
-            raise ValueError(f"columns: the field {repeated[0]!r} is used under two names. Keep one of them.")
+            raise ValueError(f"columns: the field {repeated[0]!r} is renamed to two names. Keep one of them.")
         return self
 
 
@@ -122,92 +125,103 @@ class DataSection(ConfigSection):
     """Keys of `data`."""
 
     sources: Annotated[list[SourceSettings], Field(min_length=1)]
-    """training data, mixed by `weight`, or by size if no source has a weight"""
+    """Training data. Rows are mixed in proportion to `weight`, or to the sizes of the sources if none has a weight."""
 
     eval_sources: list[SourceSettings] = Field([])
-    """held-out data for evaluations, which is read in proportion to `weight` (default: equal numbers of packs)"""
+    """Held-out data for evaluations. Packs are divided among the sources in proportion to `weight`; by default, each
+    source gets the same number of packs."""
 
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = 2048
-    """maximum number of tokens of a pack, and of the longest sample"""
+    """Maximum number of tokens in a pack, and therefore in a sample. `data.overlong` decides what happens to longer
+    samples."""
 
     lanes: Annotated[int, Field(ge=1, le=2**16)] = MIN_LANES
-    """number of independent streams of packs, which make the order of the data independent of the world size; should be
-    a multiple of the world size; default: fits `train.packs_per_step` (docs/how-to/data.md)"""
+    """Number of independent streams of packs. Because each stream is the same for any number of ranks, the order of the
+    data does not depend on the world size. Use a multiple of the world size. Default: a number between 8 and 64 that
+    fits `train.packs_per_step` (docs/explanation/packing.md)."""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """number of candidate samples from which a lane fills a pack; default: 256, or enough samples for two packs,
-    whichever is larger; by default, the first packs of a lane use fewer candidates, so that a run starts quickly"""
+    """Number of samples from which a lane selects those of the next pack. More samples fill packs better and need more
+    memory. Default: 256, or enough samples for two packs if these are more. The first packs of a lane then choose from
+    fewer samples, so that the run starts quickly."""
 
     overlong: Literal["truncate", "drop", "split"] | None = None
-    """treatment of samples longer than a pack: `truncate` at the end (without splitting media), `drop`, or `split` into
-    several samples; default: `split` for plain text, `truncate` for chats and prompts"""
+    """What happens to a sample that is longer than a pack: `truncate` removes its end without cutting through media,
+    `drop` removes the sample, `split` divides it into several samples. Default: `split` for plain text, `truncate` for
+    chats and prompts."""
 
     min_targets: Annotated[int, Field(ge=0, le=2**30)] = 0
-    """minimum number of target tokens of a sample; samples with fewer targets are dropped and counted"""
+    """Minimum number of targets in a sample. Samples with fewer targets are dropped and counted."""
 
     shuffle: bool = True
-    """whether to shuffle the rows in each epoch, with random numbers from `train.seed`"""
+    """Whether to shuffle the rows in each epoch. The order depends on `train.seed`."""
 
     shuffle_rows: PositiveInt = 4096
-    """number of rows in the shuffle buffer of a lane"""
+    """Number of consecutive rows that a lane shuffles together. Increase it if neighboring rows are similar."""
 
     append_eos: bool = True
-    """whether to end every `text` row with the tokenizer's end-of-sequence token"""
+    """Whether each row of format `text` ends with the tokenizer's end-of-sequence token."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """action on a bad row: `error` stops the run, `skip` counts the row, lists it in `bad_rows.jsonl` and continues"""
+    """What happens when a row cannot be used: `error` stops the run, `skip` counts the row, lists it in
+    `bad_rows.jsonl` and continues."""
 
     ignore: list[str] = Field([])
-    """names or glob patterns of fields of rows, messages and content parts to ignore; a pattern does not match fields
-    that are used"""
+    """Fields of rows, messages and content parts to ignore, as names or glob patterns. A name also matches fields that
+    are used; a pattern only matches fields that nothing uses."""
 
     chat_template: Text | None = None
-    """file with a chat template (Jinja) instead of that of the tokenizer, for example for a base model without one; it
-    is saved with checkpoints and exports"""
+    """File with a Jinja chat template that replaces the one of the tokenizer. Set it for a base model without a chat
+    template. The template is saved with checkpoints and exports."""
 
     template_options: TemplateOptions = Field({})
-    """arguments of the chat template as `{name: value}`, such as `{enable_thinking: false}`, for training, evaluation
-    and generation; they are saved as defaults in the chat template of checkpoints and exports"""
+    """Variables for the chat template, such as `{enable_thinking: false}`. They apply to training, evaluation and
+    generation, and are saved as defaults in the chat template of checkpoints and exports."""
 
     thinking: Literal["template", "keep", "drop", "refuse"] = "template"
-    """treatment of reasoning that the chat template drops from earlier turns: `template` trains such a turn as a sample
-    of its own, which ends with the turn; `keep` writes it in all turns; `drop` removes all reasoning from the rows;
-    `refuse` makes the row a bad row (docs/how-to/chat_templates.md)"""
+    """What happens to reasoning in earlier turns if the chat template removes it. `template` trains each such turn as a
+    separate sample that ends with the turn. `keep` writes the reasoning in all turns. `drop` removes all reasoning from
+    the rows. `refuse` makes the row a bad row (docs/how-to/chat_templates.md)."""
 
     thinking_tags: Annotated[list[str], Field(min_length=2, max_length=2)] | None = None
-    """text before and after the reasoning of a message, such as `["<think>\\n", "\\n</think>\\n\\n"]`, to write
-    `reasoning_content` into the content, for chat templates that read reasoning there"""
+    """Text before and after the reasoning of a message, such as `["<think>\\n", "\\n</think>\\n\\n"]`. Set it if the
+    chat template reads reasoning from the content: `reasoning_content` is then written there, between the tags."""
 
     media_outside: bool = False
-    """whether media files may be outside the folder of the source (`media_dir`); default: an error"""
+    """Whether rows may refer to media files outside `media_dir`, or outside the folder of the source. By default, such
+    a row is a bad row."""
 
     cache_dir: Text | None = None
-    """folder for copies of remote sources (`hf://...`); default: `~/.cache/omnizoo`"""
+    """Folder for copies of remote sources, such as `s3://...`. Default: `~/.cache/omnizoo`."""
 
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    """number of loader processes per rank, which does not change the packs; default: one for every four cores of the
-    rank, at most 4; 0: rows are read between steps"""
+    """Number of loader processes of each rank. It does not change the packs. Increase it if steps wait for data. With
+    0, the training process reads the rows between steps. Default: one process for every four cores of the rank, at most
+    4."""
 
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
-    """number of steps that each loader worker prepares in advance"""
+    """Number of steps that each loader worker prepares in advance. A larger value bridges longer delays in reading and
+    needs more memory."""
 
     @property
     def weights(self) -> list[float] | None:
-        """The weights of the sources; None if no source has one, so that each share is the share of all rows."""
+        """Weight of each source; None if no source has one. The shares are then proportional to the numbers of rows."""
         if all(source.weight is None for source in self.sources):
             return None
         return [source.weight or 1.0 for source in self.sources]
 
 
 def with_weights(sources: Sequence[SourceSettings]) -> list[SourceSettings]:
-    """Return the sources with a weight of 1 for those without a weight."""
+    """Return copies of the sources in which a missing weight is replaced by 1."""
     return [source.model_copy(update={"weight": source.weight or 1.0}) for source in sources]
 
 
 def fitting_lanes(packs_per_step: int) -> int:
-    """Return the default number of lanes: a divisor of `packs_per_step`, or a multiple if `packs_per_step` is small.
+    """Return the default number of lanes.
 
-    The number depends only on the config, because the order of the data must not depend on the world size.
+    It is the largest divisor of `packs_per_step` up to `MAX_FITTING_LANES`, or a multiple of that divisor if it is
+    smaller than `MIN_LANES`. It depends only on the config, because the order of the data must not depend on the world
+    size.
     """
     largest_divisor = max(n for n in range(1, MAX_FITTING_LANES + 1) if packs_per_step % n == 0)
     factor = math.ceil(MIN_LANES / largest_divisor)

@@ -14,26 +14,27 @@ class MetricSettings(NamedSettings):
     """Settings of a metric."""
 
     kind: Annotated[str, built_in_or_plugin(METRICS, "metric")]
-    """`accuracy` of the next token, `exact_match` of responses, or `package.module:function` of a plugin that receives
-    an `omnizoo.Answer` (docs/how-to/evaluation.md)"""
+    """`accuracy` is the share of targets whose token the model predicts. `exact_match` is the share of generated
+    responses that equal the expected one. `package.module:function` of a plugin receives an `omnizoo.Answer`
+    (docs/how-to/evaluation.md)."""
 
     options: dict[str, Any] = Field({})
-    """further arguments of the plugin function"""
+    """Further keyword arguments of the plugin function."""
 
     name: MetricName | None = None
-    """NAME in the name of the metric, `eval/NAME`; default: the kind, or the name of the plugin function"""
+    """Name of the metric, which is logged as `eval/NAME`. Default: the kind, or the name of the plugin function."""
 
     higher_is_better: bool = True
-    """whether higher values are better, for `checkpoint.best` and `evaluation.early_stop`"""
+    """Whether higher values of the metric are better. `checkpoint.best` and `evaluation.early_stop` use it."""
 
     @property
     def label(self) -> str:
-        """Name of the metric in logs: `eval/NAME`."""
+        """Name of the metric in logs, such as `eval/accuracy`."""
         return f"eval/{self.name or self.kind.rpartition(':')[2]}"
 
     @property
     def is_of_answers(self) -> bool:
-        """Whether the metric needs generated responses. `accuracy` is computed from the loss on held-out packs."""
+        """Whether the metric needs generated responses. `accuracy` is computed from the logits of held-out packs."""
         return self.kind != "accuracy"
 
     @model_validator(mode="after")
@@ -47,45 +48,46 @@ class EarlyStopSettings(ConfigSection):
     """Settings of early stopping."""
 
     metric: Text = "eval/loss"
-    """evaluation metric that must improve; lower values are better, unless the metric has `higher_is_better`"""
+    """Evaluation metric that must improve. Lower losses are better; for other metrics, `higher_is_better` decides."""
 
     patience: PositiveInt = 3
-    """number of consecutive evaluations without improvement after which the run ends"""
+    """The run ends after this number of consecutive evaluations without an improvement."""
 
     min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    """minimum change that counts as an improvement"""
+    """Minimum change of the metric that counts as an improvement."""
 
 
 class EvaluationSection(ConfigSection):
     """Keys of `evaluation`."""
 
     every: Steps = 0
-    """steps between evaluations on `data.eval_sources`; 0: never"""
+    """Number of steps between evaluations on `data.eval_sources`. 0 disables evaluations."""
 
     packs: PositiveInt = 16
-    """number of held-out packs, the same at each evaluation, divided among the sources by weight, at least one per
-    source"""
+    """Number of held-out packs. Every evaluation uses the same ones. They are divided among the held-out sources by
+    weight, with at least one pack for each source. More packs make the losses less noisy and evaluations slower."""
 
     early_stop: EarlyStopSettings | None = None
-    """condition to end the run when evaluations stop improving, such as `{patience: 3}`; default: never"""
+    """Ends the run when a metric stops improving, for example `{patience: 3}`. Default: the run does not end early."""
 
     samples: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """number of held-out rows to generate responses for at each evaluation, written to `samples.jsonl` and the report
-    (docs/how-to/evaluation.md); 0: none"""
+    """Number of held-out rows for which each evaluation generates responses. The responses are written to
+    `samples.jsonl` and the report (docs/how-to/evaluation.md). 0 generates none."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
-    """maximum number of tokens of a generated response"""
+    """Maximum number of tokens in a generated response."""
 
     batch: PositiveInt = 8
-    """maximum number of responses to generate at once on rank 0; more are faster and need more memory. The responses do
-    not depend on it"""
+    """Maximum number of responses that rank 0 generates at once. A larger value is faster and needs more memory. The
+    responses do not depend on it."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """sampling temperature, with random numbers from `train.seed`; 0: greedy decoding"""
+    """Sampling temperature of generated responses. 0 selects greedy decoding; otherwise, the random numbers depend on
+    `train.seed`."""
 
     metrics: list[MetricSettings] = Field([])
-    """metrics in addition to the losses: `accuracy`, `exact_match`, `package.module:function` of a plugin, or `{kind,
-    options, name, higher_is_better}`"""
+    """Metrics to compute in addition to the losses. Each entry is `accuracy`, `exact_match`, `package.module:function`
+    of a plugin, or a mapping `{kind, options, name, higher_is_better}`."""
 
     @model_validator(mode="after")
     def _check_metrics(self) -> "EvaluationSection":
@@ -101,9 +103,9 @@ class EvaluationSection(ConfigSection):
         return self
 
     def is_due(self, step: int) -> bool:
-        """Whether the model is evaluated after `step`."""
+        """Whether an evaluation follows `step`."""
         return self.every > 0 and step % self.every == 0
 
     def higher_is_better(self, metric: str) -> bool:
-        """Whether higher values of a metric are better. This is false for losses."""
+        """Whether higher values of the metric with this label are better. Return False for losses."""
         return any(settings.higher_is_better for settings in self.metrics if settings.label == metric)

@@ -1,4 +1,4 @@
-"""Keys of `log`: run folder, console, profiles, callbacks."""
+"""Keys of `log`: run folder, console output, profiles, callbacks."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -8,46 +8,50 @@ from pydantic import Field, field_validator
 from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, NamedSettings, PositiveInt, Text
 
-MAX_PROFILED = 50  # maximum number of profiled steps; browsers do not open larger traces
+MAX_PROFILED = 50  # maximum number of profiled steps; trace viewers in browsers cannot open larger traces
 
 
 class CallbackSettings(NamedSettings):
     """Settings of a callback plugin."""
 
     kind: Annotated[str, plugin("a class; expected `package.module:Class`")]
-    """`package.module:Class`, a subclass of `omnizoo.Callback`"""
+    """`package.module:Class` of a plugin that is a subclass of `omnizoo.Callback`."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the class"""
+    """Keyword arguments of the class."""
 
 
 class LogSection(ConfigSection):
     """Keys of `log`."""
 
     dir: Text = "runs/default"
-    """run folder, with config, metrics, TensorBoard events, checkpoints and report"""
+    """Run folder. It contains the config, metrics, TensorBoard events, checkpoints and the report
+    (docs/reference/files.md)."""
 
     every: PositiveInt = 1
-    """number of steps between console lines, if the output is not a terminal"""
+    """Number of steps between two lines of progress on the console. It applies only if the output is not a terminal,
+    because a terminal shows a progress bar."""
 
     verbose: bool = False
-    """whether to print how long each part of the start-up took (also `-v`); the report shows it in any case"""
+    """Whether to print how long each part of the start-up took. The option `-v` does the same. The report always
+    contains these times."""
 
     profile: Text | None = None
-    """steps to profile as `first:last`, such as 10:12, with results in `profile/` of the run folder
-    (docs/how-to/speed.md); default: none"""
+    """Steps to profile, as `first:last`, such as `10:12`. The results are in `profile/` in the run folder
+    (docs/how-to/speed.md). Default: no profile."""
 
     profile_ranks: Literal["first", "all"] = "first"
-    """ranks that record a trace: rank 0 (`first`) or `all`; the summary always describes rank 0"""
+    """Ranks that record a trace: only rank 0 (`first`) or `all` ranks. The summary always describes rank 0."""
 
     tensorboard: bool = True
-    """whether to write TensorBoard events"""
+    """Whether to write TensorBoard events to the run folder."""
 
     wandb: Text | None = None
-    """W&B project to log to, which needs `pip install 'omnizoo[wandb]'`; default: none"""
+    """Weights & Biases project to log to. It needs `pip install 'omnizoo[wandb]'`. Default: no logging to W&B."""
 
     callbacks: list[CallbackSettings] = Field([])
-    """callback plugins (docs/how-to/callbacks.md): `package.module:Class`, or `{kind, options}` with arguments"""
+    """Callback plugins (docs/how-to/callbacks.md). Each entry is `package.module:Class`, or `{kind, options}` for a
+    class with arguments."""
 
     @field_validator("profile")
     @classmethod
@@ -64,11 +68,11 @@ class LogSection(ConfigSection):
 
     @property
     def profiled(self) -> range | None:
-        """The steps that `profile` selects."""
+        """Steps that `profile` selects; None if it is not set."""
         return None if self.profile is None else _parse_range(self.profile)
 
 
 def _parse_range(text: str) -> range:
-    """Parse `first:last` as a range of steps. The range is empty if `text` has another form."""
+    """Parse `first:last` as a range that includes both steps. Return an empty range if `text` has another form."""
     match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     return range(int(match[1]), int(match[2]) + 1) if match else range(0)

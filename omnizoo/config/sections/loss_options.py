@@ -1,4 +1,4 @@
-"""Built-in losses, their options and their default names."""
+"""Names of the built-in losses, with the types of their options."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,13 +8,14 @@ Positive = Annotated[float, Field(gt=0, le=1000)]
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 NonNegative = Annotated[float, Field(ge=0, le=1000)]
 Folder = Annotated[str, Field(min_length=1)]
-POLICY = {
+POLICY = {  # options of all losses for rollouts
     "clip_low": Annotated[float, Field(gt=0, le=1)],
     "clip_high": Positive,
     "beta": NonNegative,
     "temperature": Positive,
     "chunked": bool,
 }
+# For each built-in loss, the type of each option.
 LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {
         "label_smoothing": Annotated[float, Field(ge=0, lt=1)],
@@ -58,8 +59,8 @@ LOSSES |= {
     },
     "gspo": POLICY,
 }
-PAIRWISE = ("dpo", "orpo", "simpo")  # losses for preference pairs
-PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses, and treats a pair as two of them
+PAIRWISE = ("dpo", "orpo", "simpo")  # losses that compare the two responses of a preference pair
+PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses; it treats a pair as two labeled responses
 ROUTER_LOSSES = ("balance", "router_z")
 
 

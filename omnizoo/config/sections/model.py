@@ -1,4 +1,4 @@
-"""Keys of `model`: source of the weights, submodules, adapter."""
+"""Keys of `model`: where the weights come from, encoders and decoders, frozen weights, adapter."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,33 +20,35 @@ class EncoderSettings(SubmoduleSettings):
     """Settings of an encoder."""
 
     kind: Text | None = None
-    """built-in name, or `package.module:Class` of a plugin; default: the encoder or decoder of a multimodal HF model"""
+    """Built-in name (docs/reference/components.md), or `package.module:Class` of a plugin. A composed model requires
+    it. Leave it unset for a multimodal Hugging Face model, which has its own encoders and decoders."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the class: sizes, limits such as `max_pixels`, ..."""
+    """Keyword arguments of the encoder or decoder class, such as `max_pixels` (docs/reference/components.md)."""
 
 
 class DecoderSettings(EncoderSettings):
     """Settings of a decoder."""
 
     weight: LossWeight = 1.0
-    """weight of the decoder's loss"""
+    """Factor of the decoder's loss in the total loss."""
 
 
 class ProjectorSettings(ConfigSection):
-    """Settings of a projector."""
+    """Settings of a projector, which maps encoder features to the width of the foundation."""
 
     kind: Literal["linear", "mlp", "pixel_shuffle", "resampler"] = "mlp"
-    """module that maps encoder features to the width of the foundation"""
+    """Architecture of the projector (docs/reference/components.md). `pixel_shuffle` and `resampler` also reduce the
+    number of placeholder tokens."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the module: `factor` of pixel_shuffle, `rows` of resampler"""
+    """Keyword arguments of the projector: `factor` for `pixel_shuffle`, `rows` for `resampler`."""
 
     freeze: bool = False
-    """whether the weights of the projector stay fixed; default: trained"""
+    """Whether the weights of the projector stay fixed. By default, they are trained."""
 
     lr: LearningRate | None = None
-    """peak learning rate; default: `train.lr`"""
+    """Peak learning rate of the projector. Default: `train.lr`."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> "ProjectorSettings":
@@ -56,76 +58,80 @@ class ProjectorSettings(ConfigSection):
 
 
 class MarkSettings(ConfigSection):
-    """Special tokens of a modality. `NAME` is the name of the modality."""
+    """Special tokens of a modality. In the defaults, `NAME` is the name of the modality."""
 
     begin: Text | None = None
-    """token before a media item; default: `<|NAME_begin|>`, added if it is new"""
+    """Token before each media item. It is added to the vocabulary if it is new. Default: `<|NAME_begin|>`."""
 
     placeholder: Text | None = None
-    """placeholder token of a media item; default: `<|NAME_pad|>`"""
+    """Placeholder token, which is repeated at the positions of a media item. It is added to the vocabulary if it is
+    new. Default: `<|NAME_pad|>`."""
 
     end: Text | None = None
-    """token after a media item; default: `<|NAME_end|>`"""
+    """Token after each media item. It is added to the vocabulary if it is new. Default: `<|NAME_end|>`."""
 
 
 class ModalitySettings(ConfigSection):
     """Settings of one modality of a composed or multimodal model."""
 
     encoder: EncoderSettings | None = None
-    """encoder for media items of the modality as input; default: none"""
+    """Encoder of the modality. Set it if the model receives such media. Default: no encoder."""
 
     projector: ProjectorSettings | None = None
-    """projector between a built-in encoder and the foundation; default: `mlp`"""
+    """Projector between a built-in encoder and the foundation. Default: `mlp`."""
 
     decoder: DecoderSettings | None = None
-    """decoder for media items of the modality as output; default: none"""
+    """Decoder of the modality. Set it if the model generates such media. Default: no decoder."""
 
     marks: MarkSettings = MarkSettings()
-    """special tokens around media items, and their placeholder token"""
+    """Special tokens of the modality. Set them if the tokenizer already has suitable tokens."""
 
 
 class AdapterSettings(ConfigSection):
     """Settings of a LoRA adapter."""
 
-    # The folder determines the other keys. They do not replace the folder, because the run would lose its start.
+    # `path` replaces the other keys, because the adapter folder determines their values. The other keys do not replace
+    # `path`: otherwise an override such as `--model.adapter.rank 8` would silently start a new adapter.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = {
         "path": ("kind", "rank", "alpha", "targets", "exclude", "modules_to_save", "init")
     }
 
     kind: Literal["lora", "dora", "rslora"] = "lora"
-    """kind of adapter: `lora`; `dora`, which also trains the norm of each weight row; `rslora`, which scales by alpha /
-    sqrt(rank)"""
+    """Kind of adapter. `lora` is plain LoRA. `dora` also trains the norm of each weight row. `rslora` scales the output
+    by alpha / sqrt(rank) instead of alpha / rank, which suits high ranks."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)] = 16
-    """rank of the adapter matrices"""
+    """Rank of the adapter matrices. A higher rank gives the adapter more capacity and needs more memory."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
-    """numerator of the scale of the adapter's output, alpha / rank"""
+    """Numerator of the scale of the adapter's output, which is alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """dropout probability of the adapter's input in training"""
+    """Dropout probability for the adapter's input during training."""
 
     targets: Annotated[list[Text], Field(min_length=1)] = Field(["all-linear"])
-    """modules with adapter matrices: `all-linear` (linear layers of the language model's blocks), ends of names such as
-    `q_proj` or `experts.down_proj`, or glob patterns over full names (docs/how-to/adapters.md)"""
+    """Modules that get adapter matrices. `all-linear` selects the linear layers in the blocks of the language model.
+    Other entries are ends of module names, such as `q_proj` or `experts.down_proj`, or glob patterns for full names
+    (docs/how-to/adapters.md)."""
 
     exclude: list[Text] = Field([])
-    """modules of `targets` without adapter matrices, as names or patterns like those in `targets`"""
+    """Modules that match `targets` but get no adapter matrices. Entries have the form of those in `targets`."""
 
     modules_to_save: list[Text] = Field([])
-    """modules that are trained in full, as names or patterns like those in `targets`"""
+    """Modules whose weights are trained in full and saved with the adapter. Entries have the form of those in
+    `targets`."""
 
     init: Literal["kaiming", "gaussian", "random"] = "kaiming"
-    """initialization of the first adapter matrix; the second matrix is zero, so that training starts at the base model,
-    except with `random`, which initializes both"""
+    """Initialization of the first adapter matrix. With `kaiming` and `gaussian`, the second matrix is zero, so training
+    starts from the unchanged base model. `random` initializes both matrices randomly."""
 
     base: Literal["nf4", "int8"] | None = None
-    """quantization of the frozen linear layers and experts of the language model to 4 bits (`nf4`, as QLoRA) or 8 bits
-    (`int8`); default: none"""
+    """Quantization of the frozen linear layers and experts of the language model, to save memory: `nf4` uses 4 bits (as
+    in QLoRA), `int8` uses 8 bits. Default: no quantization."""
 
     path: Text | None = None
-    """folder of a PEFT adapter to start from, or `ORG/NAME` on the hub; the adapter determines all other keys except
-    `dropout` and `base`; default: a new adapter"""
+    """Existing PEFT adapter to continue from: a folder, or `ORG/NAME` on the hub. It determines all other keys except
+    `dropout` and `base`. Default: a new adapter."""
 
     @model_validator(mode="after")
     def _check_path(self) -> "AdapterSettings":
@@ -144,78 +150,84 @@ class ModelSection(ConfigSection):
     )
 
     path: Text | None = None
-    """HF folder with config, safetensors weights and tokenizer, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging
-    Face Hub (docs/how-to/hub.md)"""
+    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, or `ORG/NAME` or
+    `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
 
     config: Text | dict[str, Any] | None = None
-    """HF folder or `ORG/NAME` on the hub, or inline mapping with `model_type`, for random initialization from
-    `train.seed`"""
+    """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
+    on the hub, or a mapping with `model_type`. With `model.module`, a mapping of its arguments."""
 
     init_from: Text | None = None
-    """checkpoint or run folder with the initial weights of a new run, which starts at step 0 with a new optimizer; a
-    checkpoint to resume from takes precedence (docs/explanation/checkpoints.md)"""
+    """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If
+    the run has a checkpoint to resume from, `init_from` is not used (docs/explanation/checkpoints.md)."""
 
     module: Text | None = None
-    """`package.module:callable` of a plugin that builds a torch module from the arguments in `model.config`"""
+    """`package.module:callable` of a plugin that returns a torch module. It is called with the arguments in
+    `model.config`."""
 
     given: Object = None
-    """class of the model object that was passed to `omnizoo.train(model=...)`; set automatically"""
+    """Class of the model object that was passed to `omnizoo.train(model=...)`. It is set automatically."""
 
     recipe: Annotated[Text, plugin("a recipe; expected `package.module:RECIPE`")] | None = None
-    """`package.module:RECIPE` of a plugin, an `omnizoo.Recipe` for the model family (docs/how-to/plugins.md); default:
-    the built-in recipe"""
+    """`package.module:RECIPE` of a plugin: an `omnizoo.Recipe` object that describes a model family
+    (docs/how-to/plugins.md). Default: the built-in recipe of the family."""
 
     foundation: SubmoduleSettings | None = None
-    """causal language model of a composed model, instead of `path` and `config`"""
+    """Causal language model of a composed model, instead of `path` and `config`. `modalities` adds encoders and
+    decoders to it."""
 
     modalities: dict[str, ModalitySettings] = Field({})
-    """encoders and decoders of a composed model, by content type; or options of the encoders and decoders of a
-    multimodal HF model"""
+    """Encoders and decoders by modality, such as `image`. A composed model consists of them and the foundation. For a
+    multimodal Hugging Face model, the entries change the settings of its own encoders and decoders."""
 
     part: Text | None = None
-    """key in config.json of the submodel to train, for HF models with several submodels; default: the whole model"""
+    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels. Default: the whole
+    model."""
 
     freeze: list[Text] = Field([])
-    """weights that are not trained: names or ends of names of modules and parameters (`embed_tokens`), or glob patterns
-    over full names (`model.layers.[0-3].*`)"""
+    """Modules and parameters that are not trained: names or ends of names (`embed_tokens`), or glob patterns for full
+    names (`model.layers.[0-3].*`)."""
 
     tokenizer: Object = None
-    """folder of the HF tokenizer, or `ORG/NAME` on the hub; default: that of the model"""
+    """Hugging Face tokenizer: a folder, or `ORG/NAME` on the hub. Default: the tokenizer of the model."""
 
     resize_vocabulary: bool | None = None
-    """whether to add rows for new tokens, initialized from `train.seed`, to embedding and head
-    (docs/explanation/checkpoints.md); default: only for the marks of a composed model"""
+    """Whether to add rows for new tokens to the embedding and the head (docs/explanation/checkpoints.md). The rows are
+    initialized from `train.seed`. By default, rows are added only for the marks of a composed model."""
 
     attention: Text = "auto"
-    """attention kernel: `auto` for the fastest exact packed kernel of the device, or the name of a transformers
-    implementation"""
+    """Attention kernel. `auto` selects the fastest exact kernel for packs on the device. Other values are names of
+    transformers implementations."""
 
     text_only: bool = False
-    """whether to train a multimodal model without a recipe on text only; default: an error"""
+    """Whether to train a multimodal model that has no recipe on text only. By default, such a model is an error."""
 
     trust_remote_code: bool = False
-    """whether to run Python code in the model folder; default: an error"""
+    """Whether to run Python code from the model folder. By default, a model that needs such code is an error."""
 
     allow_code: list[Text] = Field([])
-    """Python modules, with submodules, from which the folder of a composed model may import encoders and decoders;
-    plugins in the config are always allowed"""
+    """Python modules from which a saved composed model may import its encoders and decoders; their submodules are
+    included. Plugins that the config itself names are always allowed."""
 
     allow_missing: list[Text] = Field([])
-    """glob patterns of weights to initialize from `train.seed` if `model.path` does not contain them"""
+    """Glob patterns for weights that `model.path` may lack. They are initialized from `train.seed`. By default, a
+    missing weight is an error."""
 
     allow_unexpected: list[Text] = Field([])
-    """glob patterns of weights in `model.path` to ignore"""
+    """Glob patterns for weights in `model.path` that the model does not have. They are ignored. By default, such a
+    weight is an error."""
 
     adapter: AdapterSettings | None = None
-    """LoRA adapter to train instead of the weights (docs/how-to/adapters.md); default: all weights are trained"""
+    """LoRA adapter to train instead of the model's weights (docs/how-to/adapters.md). By default, all weights are
+    trained."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> "ModelSection":
-        possible = (self.path, self.config, self.foundation, self.given)
-        origins = [origin for origin in possible if origin is not None]
-        if len(origins) != 1:
+        sources = (self.path, self.config, self.foundation, self.given)
+        num_sources = sum(source is not None for source in sources)
+        if num_sources != 1:
             raise ValueError(
-                f"model: {len(origins)} sources of the model are set. Set exactly one of model.path (pretrained "
+                f"model: {num_sources} sources of the model are set. Set exactly one of model.path (pretrained "
                 "weights), model.config (random initialization) and model.foundation (composed model)."
             )
         if self.foundation is not None:
@@ -230,8 +242,8 @@ class ModelSection(ConfigSection):
         if self.module is not None:
             if not isinstance(self.config, dict) or ":" not in self.module:
                 raise ValueError(
-                    f"model.module: {self.module!r} needs the form `package.module:callable`, with its arguments as a "
-                    "mapping in model.config."
+                    f"model.module: {self.module!r}; expected the form `package.module:callable`, with its arguments "
+                    "as a mapping in model.config."
                 )
         elif isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("model.config: no `model_type`. Add one, such as `model_type: qwen3`.")

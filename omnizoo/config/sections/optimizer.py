@@ -13,35 +13,37 @@ OptimizerKind = Annotated[Text, built_in_or_plugin(OPTIMIZERS, "optimizer")]
 
 
 class ParameterGroupSettings(ConfigSection):
-    """Settings for a group of parameters. Keys that are not set use the values of the run."""
+    """Settings for a group of parameters. A key that is not set has the same value as outside the group."""
 
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(
         ("freeze",), ("lr", "weight_decay", "kind", "options")
     )
 
     match: Text | Annotated[list[Text], Field(min_length=1)]
-    """glob pattern or list of patterns for names of parameters, such as `model.layers.0.*`; the first matching group
-    applies"""
+    """Glob pattern, or list of patterns, for names of parameters, such as `model.layers.0.*`. A parameter belongs to
+    the first group that matches its name."""
 
     freeze: bool = False
-    """whether the parameters stay fixed; default: trained"""
+    """Whether the parameters stay fixed. By default, they are trained."""
 
     lr: LearningRate | None = None
-    """peak learning rate; default: the `lr` of the component of the model, or `train.lr`"""
+    """Peak learning rate of the group. Default: the `lr` of the encoder, decoder or other component that contains the
+    parameter, or else `train.lr`."""
 
     weight_decay: WeightDecay | None = None
-    """weight decay of all parameters of the group, including norms and biases; default: `optimizer.weight_decay` and
-    `no_decay`"""
+    """Weight decay of all parameters in the group, including norms and biases. Default: as set by
+    `optimizer.weight_decay` and `optimizer.no_decay`."""
 
     kind: OptimizerKind | None = None
-    """optimizer of the group, one of those of `optimizer.kind`; default: `optimizer.kind`"""
+    """Optimizer of the group. It accepts the same values as `optimizer.kind`, which is the default."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the optimizer; added to `optimizer.options` if the kind is the same"""
+    """Keyword arguments of the group's optimizer. If the group has the same kind as `optimizer.kind`, they are added to
+    `optimizer.options`."""
 
     @property
     def patterns(self) -> list[str]:
-        """The glob patterns of `match` as a list."""
+        """`match` as a list of glob patterns."""
         return [self.match] if isinstance(self.match, str) else self.match
 
     @model_validator(mode="after")
@@ -57,37 +59,38 @@ class EmaSettings(ConfigSection):
     """Settings of the moving average of the weights."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """fraction of the old average in each update"""
+    """Weight of the old average in each update. A value closer to 1 averages over more steps."""
 
     every: PositiveInt = 1
-    """number of steps between updates of the average"""
+    """Number of steps between two updates of the average."""
 
 
 class OptimizerSection(ConfigSection):
     """Keys of `optimizer`."""
 
     kind: OptimizerKind = "adamw"
-    """optimizer: `adamw`, `muon` (Muon for hidden matrices, AdamW for other parameters), `adafactor`, `adamw_8bit`
-    (needs torchao), or `package.module:Class` of a plugin"""
+    """Optimizer: `adamw`; `muon`, which uses Muon for hidden matrices and AdamW for other parameters; `adafactor`,
+    which needs little memory; `adamw_8bit`, which needs torchao; or `package.module:Class` of a plugin."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the optimizer: `betas`, `eps`, `momentum`, ... (docs/reference/components.md)"""
+    """Keyword arguments of the optimizer, such as `betas`, `eps` or `momentum` (docs/reference/components.md)."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """dtype of the two moments of AdamW; bf16 needs half the memory and rounds stochastically
-    (docs/how-to/memory.md)"""
+    """Dtype of the two moments of AdamW. `bf16` halves their memory and rounds stochastically
+    (docs/how-to/memory.md)."""
 
     weight_decay: WeightDecay = 0.1
-    """coefficient of decoupled weight decay"""
+    """Coefficient of decoupled weight decay."""
 
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(["norm", "bias", "embedding"])
-    """parameters without weight decay"""
+    """Kinds of parameters that get no weight decay."""
 
     groups: list[ParameterGroupSettings] = Field([])
-    """groups of parameters, matched by name, with settings that differ from those of the run"""
+    """Groups of parameters with their own settings, such as another learning rate. Parameters are selected by name."""
 
     ema: EmaSettings | None = None
-    """moving average of the weights, such as `{decay: 0.999}`, for `omnizoo export --ema`; default: none"""
+    """Exponential moving average of the weights, for example `{decay: 0.999}`. `omnizoo export --ema` exports it.
+    Default: no average is kept."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Built-in optimizers and their options."""
+"""Names of the built-in optimizers, with the types of their options."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -7,6 +7,7 @@ from pydantic import Field
 
 from omnizoo.config.sections.built_in_options import check_options
 
+# Arguments of optimizers that are not options, and the config keys that set them.
 ELSEWHERE = {"params": "optimizer.groups", "lr": "train.lr", "weight_decay": "optimizer.weight_decay"}
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -15,6 +16,7 @@ Floor = Annotated[float, Field(ge=0, le=1)]
 Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
 
 ADAM = {"betas": tuple[Beta, Beta], "eps": Epsilon}
+# For each built-in optimizer, the type of each option.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAM | {"amsgrad": bool, "fused": bool},
     "muon": ADAM
@@ -35,9 +37,17 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def check_optimizer_options(kind: str, options: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError for an unknown option of a built-in optimizer. The message starts with `key`.
+    """Check the options of a built-in optimizer.
 
-    Options of a plugin are checked against its signature when it is imported.
+    Options of a plugin are checked later, against its signature, when the plugin is imported.
+
+    Args:
+        kind: Kind of the optimizer.
+        options: The options in the config.
+        key: Config key of the options; error messages start with it.
+
+    Raises:
+        ValueError: If an option is unknown or has an invalid value, or if another config key sets this argument.
     """
     for name, config_key in ELSEWHERE.items():
         if name in options:

@@ -27,23 +27,23 @@ class LossSettings(ConfigSection):
     """Settings of one loss."""
 
     kind: Annotated[Text, built_in_or_plugin(LOSSES, "loss")] = "cross_entropy"
-    """loss: `cross_entropy` for text; `dpo`, `orpo`, `simpo`, `kto` for preferences (docs/how-to/preferences.md);
-    `grpo`, `gspo` for rollouts (docs/how-to/rl.md); `balance`, `router_z` for MoE routers; or `package.module:Class` of
-    a plugin, a subclass of `omnizoo.Loss`"""
+    """Loss function: `cross_entropy` for text; `dpo`, `orpo`, `simpo` or `kto` for preferences
+    (docs/how-to/preferences.md); `grpo` or `gspo` for rollouts (docs/how-to/rl.md); `balance` or `router_z` for MoE
+    routers; or `package.module:Class` of a plugin, a subclass of `omnizoo.Loss`."""
 
     weight: LossWeight = 1.0
-    """factor of the loss in the sum; 0: only a metric"""
+    """Factor of the loss in the total loss. With 0, the loss is only a metric."""
 
     options: dict[str, Any] = Field({})
-    """arguments of the loss (docs/how-to/plugins.md) or of the plugin class"""
+    """Keyword arguments of the loss (docs/reference/components.md), or of the plugin class."""
 
     name: MetricName | None = None
-    """NAME in the name of the metric, `loss/NAME`; default: `text` for cross_entropy, the kind for other built-in
-    losses, the name of the class in lower case for plugins"""
+    """Name of the loss, which is logged as `loss/NAME`. Default: `text` for `cross_entropy`, the kind for other
+    built-in losses, the name of the class in lower case for plugins."""
 
     @property
     def label(self) -> str:
-        """Name of the loss in metrics: `loss/LABEL`."""
+        """Name of the loss in the metric `loss/NAME`."""
         return self.name or default_name(self.kind)
 
     @model_validator(mode="before")
@@ -55,7 +55,7 @@ class LossSettings(ConfigSection):
 class TrainSection(ConfigSection):
     """Keys of `train`."""
 
-    # In each pair, one key is derived from the other.
+    # Only one key of each pair can be set, because it determines the other one.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
         alternatives(("epochs",), ("steps",))
         | alternatives(("warmup_ratio",), ("warmup_steps",))
@@ -63,71 +63,75 @@ class TrainSection(ConfigSection):
     )
 
     steps: PositiveInt = 1000
-    """number of optimizer steps of the run"""
+    """Number of optimizer steps in the run."""
 
     epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """number of times that each row is read, instead of `steps`; packs are counted before the run
-    (docs/how-to/data.md)"""
+    """Number of times that the run reads each row, instead of `steps`. All rows are read once before the run, to count
+    the packs (docs/how-to/data.md)."""
 
     packs_per_step: Count = 8
-    """number of packs per optimizer step, over all ranks"""
+    """Number of packs in each optimizer step, over all ranks. This is the global batch size."""
 
     tokens_per_step: Annotated[int, Field(ge=2, le=2**50)] | None = None
-    """number of tokens per optimizer step, instead of `packs_per_step`; a multiple of `data.pack_tokens`"""
+    """Global batch size in tokens, instead of `packs_per_step`. It must be a multiple of `data.pack_tokens`."""
 
     micro_batch: Count = 1
-    """number of packs per forward pass on one rank"""
+    """Number of packs in each forward pass of a rank. More packs use the device better and need more memory."""
 
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """dtype of forward and backward; bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for
-    comparisons on CPUs; default: bf16 on accelerators, fp32 on CPUs"""
+    """Dtype of the forward and backward passes. `bf16` keeps fp32 master weights and reduces gradients in fp32. Use
+    `fp64` only to compare results on CPUs. Default: `bf16` on accelerators, `fp32` on CPUs."""
 
     lr: LearningRate = 3e-4
-    """peak learning rate"""
+    """Peak learning rate."""
 
     schedule: Annotated[Text, built_in_or_plugin(SCHEDULES, "schedule")] = "cosine"
-    """learning rate after warmup: `constant`, `linear` or `cosine` decay to `min_lr_ratio`, `wsd`
-    (warmup-stable-decay), or `package.module:function` of a plugin: (train config, step) -> learning rate"""
+    """Learning rate after warmup: `constant`; `linear` or `cosine`, which decay to `min_lr_ratio`; `wsd`
+    (warmup-stable-decay); or `package.module:function` of a plugin, which returns the learning rate for (train config,
+    step)."""
 
     warmup_steps: Steps = 0
-    """number of steps of linear warmup from zero"""
+    """Number of steps in which the learning rate rises linearly from zero to its peak."""
 
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """fraction of the steps for warmup, rounded up, instead of `warmup_steps`"""
+    """Fraction of all steps that are warmup steps, rounded up, instead of `warmup_steps`."""
 
     decay_steps: Steps = 0
-    """number of steps of linear decay at the end of the schedule `wsd`; 0: a fifth of the run"""
+    """Number of steps of linear decay at the end of the schedule `wsd`. With 0, the last fifth of the run is decay."""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """final learning rate / peak learning rate"""
+    """Final learning rate, as a fraction of the peak learning rate."""
 
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
-    """maximum global gradient norm; 0: no clipping"""
+    """Maximum global norm of the gradients. Larger gradients are scaled down to it. 0 disables clipping."""
 
     losses: list[LossSettings] = Field([LossSettings(kind="cross_entropy")])
-    """losses to sum with their weights, in addition to the loss of each decoder (docs/how-to/plugins.md)"""
+    """Losses of the run. The total loss is their weighted sum, plus the loss of each decoder
+    (docs/reference/components.md)."""
 
     router_bias_rate: LossWeight = 0.0
-    """change per step of the correction bias of MoE routers towards even load, without a loss; 0: fixed bias"""
+    """Amount by which each step changes the correction bias of MoE routers, to balance the load of experts without a
+    loss. With 0, the bias does not change."""
 
     compile: bool = False
-    """whether to compile the blocks of the model with torch.compile, one kind of block at a time
-    (docs/how-to/speed.md)"""
+    """Whether to compile the blocks of the model with torch.compile. Blocks of the same kind share compiled code
+    (docs/how-to/speed.md)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """seed of initial weights, data order and dropout"""
+    """Seed for random initialization, data order and dropout."""
 
     max_bad_steps: PositiveInt = 3
-    """number of consecutive skipped (non-finite) steps after which the run stops"""
+    """The run stops after this number of consecutive steps with a non-finite loss or gradient. Each such step is
+    skipped."""
 
     @property
     def warmup(self) -> int:
-        """Number of warmup steps."""
+        """Number of warmup steps, from `warmup_steps` or `warmup_ratio`."""
         return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup_steps
 
     @model_serializer(mode="wrap")
     def _without_derived(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit values that are derived from another key, because a saved config must not set both keys."""
+        """Omit keys whose value is derived from another key, because a saved config must not set both."""
         sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step}
         values: dict[str, Any] = write(self)
         return {key: value for key, value in values.items() if sources.get(key) is None}

@@ -183,7 +183,7 @@ def test_chat_template_of_base_model_is_used_and_exported(tmp_path: Path, capsys
     ("data", "key"),
     [
         ({"chat_template": "missing.jinja"}, r"^data\.chat_template: missing\.jinja cannot be read"),
-        ({"template_options": {"messages": 1}}, r"data\.template_options: messages is set by OmniZoo"),
+        ({"template_options": {"messages": 1}}, r"data\.template_options: messages cannot be an option"),
         ({"template_options": {"a b": 1}}, r"data\.template_options: 'a b'"),
         ({"thinking": "always"}, r"data\.thinking"),
         ({"thinking_tags": ["<think>"]}, r"data\.thinking_tags"),
