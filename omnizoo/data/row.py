@@ -1,20 +1,20 @@
-"""Types, field names and checks for rows, shared by all sources and row formats."""
+"""Types, field names and checks for rows, which all sources and row formats share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
-SIDES = ("chosen", "rejected")  # the responses of a preference pair
-SINGLE = ("completion", "label")  # a labeled response: the text, and whether it is desirable
+SIDES = ("chosen", "rejected")  # fields with the responses of a preference pair
+SINGLE = ("completion", "label")  # fields of a labeled response: the text, and whether it is desirable
 PROMPTS = ("prompt", "messages", "conversations")  # fields that may contain the prompt of a preference row
-CHAT_PROMPTS = ("instruction", "input", "query", "history")  # prompts as texts that the chat template formats
+CHAT_PROMPTS = ("instruction", "input", "query", "history")  # fields with parts of a prompt, from which chats are built
 RESPONSES = ("completion", "output", "response")  # fields that may contain a labeled response
-# Other names of the fields of preference rows.
+# Alternative names of fields in preference rows, and our names for them.
 PREFERENCE_ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected", "kto_tag": "label"}
-# Main content of a row; the first field present is used.
+# Fields that may contain the text or chat of a row, in order of preference.
 CONVERSATION = ("messages", "conversations", "text", "input_ids")
-# Fields whose value is, or may be, a list of objects.
+# Fields whose value may be a list of objects.
 STRUCTS = (
     *("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion"),
     *("chosen_messages", "rejected_messages"),
@@ -25,10 +25,10 @@ STRUCTS = (
 class SourceSchema:
     """Settings for the rows of one source."""
 
-    key: str = "data.sources.N"  # config key of the source, for messages
-    format: str | None = None
-    json_columns: Sequence[str] | None = None
-    untagged_media: str | None = None  # position of media for which no text has a tag; None if such rows are bad
+    key: str = "data.sources.N"  # config key of the source, for error messages
+    format: str | None = None  # `format` of the source; None to infer it from the fields
+    json_columns: Sequence[str] | None = None  # `json_columns` of the source; None for the default fields
+    untagged_media: str | None = None  # where to put media without a tag in the texts; None if such rows are bad
 
 
 DEFAULT_SCHEMA = SourceSchema()
@@ -36,23 +36,23 @@ DEFAULT_SCHEMA = SourceSchema()
 
 @dataclass(frozen=True)
 class Fix:
-    """A config value with which a bad row can be used. `omnizoo new` writes it to the config."""
+    """A change of the config that makes a bad row usable. `omnizoo new` writes it to the config."""
 
     key: str  # config key, such as `data.sources.0.columns`
-    value: Any  # new value of the key; items to append if the key is a list; None if only the user can choose it
-    reason: str  # comment for the config
-    file: str = ""  # media file in the row that is missing; only for `media_dir`
+    value: Any  # new value of the key; items to append if the key is a list; None if only the user knows the value
+    reason: str  # comment to write next to the key
+    file: str = ""  # missing media file that the row refers to; only if the key is `media_dir`
 
 
 class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip`)
     """Raised for a row that cannot be used.
 
-    The message is the reason. The caller adds the location of the row (file and line). `data.on_bad_row` sets whether
-    the run skips the row or stops.
+    The caller adds the location of the row (file and line) to the message. `data.on_bad_row` decides whether the run
+    skips the row or stops.
 
     Args:
-        message: The reason.
-        fixes: Config values with which the row can be used, the best one first.
+        message: Why the row cannot be used.
+        fixes: Changes of the config that make the row usable, the best one first.
 
     Example::
 
@@ -74,12 +74,13 @@ def stop_message(bad_row: str) -> str:
 
 
 def check_characters(value: Any) -> None:
-    """Check that no string in a value contains a lone surrogate.
+    """Check that no string in a nested value contains a lone surrogate.
 
-    JSON can express lone surrogates, but they cannot be encoded as UTF-8, so tokenizers and files reject them.
+    JSON can express lone surrogates, such as `\\ud800`. They cannot be encoded as UTF-8, so tokenizers and files reject
+    them.
 
     Raises:
-        BadRow: If a string, at any depth, contains a lone surrogate.
+        BadRow: If a string contains a lone surrogate.
     """
     if isinstance(value, str):
         try:
@@ -99,17 +100,24 @@ def check_characters(value: Any) -> None:
 
 
 def without_nulls(row: Row, names: Sequence[str]) -> Row:
-    """Return the row with None values removed from the objects in the fields `names`, which are lists of objects.
+    """Remove the keys whose value is None from the objects in some fields of a row.
 
-    Arrow struct columns give every object the union of all keys. If the None values were kept, two calls of different
-    tools would each have the arguments of both.
+    A struct column of Arrow gives every object the union of all keys, with None for the missing ones. If they were
+    kept, the calls of two different tools would each have the arguments of both.
+
+    Args:
+        row: The row.
+        names: Fields whose value may be a list of objects.
+
+    Returns:
+        A copy of the row.
     """
     lists = [name for name in names if isinstance(row.get(name), list)]
     return row | {name: _without_nulls(row[name]) for name in lists}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return the value without keys whose value is None, at any depth."""
+    """Return a copy of a nested value without the keys whose value is None."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):

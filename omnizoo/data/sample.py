@@ -1,4 +1,4 @@
-"""Rows as per-token columns: the rendered row, and the samples that it is split into."""
+"""Types for tokenized rows: the rendered row, and the samples that it is split into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,13 @@ TRAINED_ROLES = ("chosen", "desirable")  # roles that per-token losses, such as 
 
 
 class Segment(NamedTuple):
-    """A part of a sample that attends only to itself: a response with its prompt, or the whole sample."""
+    """A part of a sample whose tokens attend only to each other.
+
+    It is one response with its prompt in a preference row, and the whole sample in other rows.
+    """
 
     role: str  # one of ROLES; empty for rows without preferences
-    length: int  # tokens
+    length: int  # number of tokens
 
 
 class SampleId(NamedTuple):
@@ -36,16 +39,16 @@ class SampleId(NamedTuple):
 
 
 def segment_slices(lengths: Sequence[int]) -> list[slice]:
-    """Return the slice of tokens of each segment, given the segment lengths."""
+    """Return the slice of each segment in the tokens of a sample or pack, given the lengths of the segments."""
     ends = accumulate(lengths)
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Per-token columns with their media items.
+    """Tokens as named columns (see `token_fields.py`), with their media items.
 
-    Labels are not shifted: `labels[t]` is `input_ids[t]` or `IGNORE_INDEX`.
+    Labels are not shifted: `labels[t]` is `input_ids[t]` if token t is a target, otherwise `IGNORE_INDEX`.
     """
 
     columns: Columns
@@ -80,23 +83,23 @@ class TokenSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedRow(TokenSequence):
-    """A whole row as tokens, with the information needed to shorten or split it."""
+    """The tokens of a whole row, and what is needed to truncate or split them if they do not fit in a pack."""
 
     is_prose: bool = False  # plain text without a prompt; by default, it is split instead of truncated
-    item_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) tokens of each item, with its markers
-    num_prompt_items: int = 0  # number of items in the prompt of the responses; they come first
-    documents: tuple[int, ...] = ()  # lengths of concatenated documents, in tokens; empty if the row is one document
+    item_spans: tuple[tuple[int, int], ...] = ()  # first token and stop of each item, including its marks
+    num_prompt_items: int = 0  # number of items in the prompt; they are the first ones in `items`
+    documents: tuple[int, ...] = ()  # length of each document in the row; empty if the row is a single document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(TokenSequence):
-    """A row, or one part of a row that is longer than a pack. Samples are concatenated into packs."""
+    """A rendered row, or a part of one. A sample fits in a pack, and samples are concatenated into packs."""
 
     id: SampleId
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that the model must support for this sample."""
+        """Smallest `max_position_embeddings` that covers the sample."""
         positions = self.columns.get("position_ids")
         return max(self.lengths) if positions is None else int(positions.max()) + 1
 

@@ -1,7 +1,8 @@
-"""The table of per-token columns. Each entry defines how a column is packed, shifted and sent to the device.
+"""The per-token columns of samples, packs and batches, and operations on them.
 
-Samples, packs and batches store columns by name, with tokens as the last dimension. Columns that no sample has are
-absent. To add a column, add an entry here, fill the column where samples are built, and read it in a loss.
+`TOKEN_FIELDS` defines how each column is packed, shifted and sent to the device. Columns are stored by name, with
+tokens as the last dimension. A column that no sample has is absent. To add a column, add an entry to `TOKEN_FIELDS`,
+fill the column where samples are built, and read it in a loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 IGNORE_INDEX = -100  # label of a token without a target, as in torch's cross entropy
-COUNT = "count"  # fill value that stands for 0, 1, 2, ... within each sample or pack
+COUNT = "count"  # fill value that stands for the numbers 0, 1, 2, ... within each sample or pack
 
 Columns = Mapping[str, npt.NDArray[Any]]
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
@@ -24,11 +25,11 @@ class TokenField:
     """Properties of one per-token column."""
 
     name: str
-    dtype: npt.DTypeLike | None  # dtype in samples and packs; None keeps the computed one (positions may be fractional)
+    dtype: npt.DTypeLike | None  # dtype in samples and packs; None for positions, which may be integers or fractions
     fill: Any  # value for samples and dummy packs that lack the column
-    is_next_token: bool = False  # shifted by one when a pack is built, like labels, with `fill` at segment ends
-    at_targets: bool = False  # only values of target tokens are copied to the device
-    restarts: bool = False  # in later samples of a split row, the first value is subtracted
+    is_next_token: bool = False  # values describe the next token, like labels, so packing shifts them by one
+    at_targets: bool = False  # only the values of target tokens are copied to the device
+    restarts: bool = False  # when a row is split, the values of each sample begin at 0
 
 
 TOKEN_FIELDS = {
@@ -46,7 +47,8 @@ TOKEN_FIELDS = {
 
 
 def field_of(name: str) -> TokenField:
-    """Return the entry of a column. Columns outside the table belong to losses and have one number per target."""
+    """Return the properties of a column. A column that is not in the table belongs to a loss, with one number per
+    target."""
     return TOKEN_FIELDS.get(name) or TokenField(name, np.float64, fill=0.0, is_next_token=True, at_targets=True)
 
 
@@ -63,12 +65,12 @@ def num_tokens(columns: Columns) -> int:
 
 
 def select(columns: Mapping[str, Array], index: Any) -> dict[str, Array]:
-    """Return the columns at the tokens that `index` selects: a slice, a mask or an index array."""
+    """Select tokens in all columns. `index` is a slice, a mask or an array of indices."""
     return {name: column[..., index] for name, column in columns.items()}
 
 
 def cut_piece(columns: Columns, start: int, stop: int) -> Columns:
-    """Return the tokens [start, stop) of a row as a separate sample."""
+    """Return the columns of a sample that consists of the tokens from `start` up to `stop` of a row."""
     piece = select(columns, slice(start, stop))
     for name, column in piece.items():
         if start and field_of(name).restarts:
@@ -77,7 +79,7 @@ def cut_piece(columns: Columns, start: int, stop: int) -> Columns:
 
 
 def concatenate(parts: Sequence[Columns]) -> Columns:
-    """Concatenate samples or packs. A column that a part lacks gets the fill value of the table."""
+    """Concatenate the columns of samples or packs. A column that a part lacks is filled with its fill value."""
     templates = {name: column for part in parts for name, column in part.items()}
     columns = {}
     for name, template in templates.items():
@@ -87,7 +89,10 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
 
 
 def _fill(part: Columns, name: str, template: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the fill values of a column for a part that lacks it, with the dtype and leading shape of `template`."""
+    """Return the column `name` for a part that lacks it, filled with its fill value.
+
+    Its dtype and all dimensions except the last one are those of `template`, the same column of another part.
+    """
     fill = field_of(name).fill
     length = num_tokens(part)
     values = np.arange(length) if fill == COUNT else fill
@@ -100,8 +105,11 @@ def shift_to_next_token(columns: Columns, lengths: Sequence[int]) -> Columns:
     The last token of each segment gets the fill value, so no value crosses a segment boundary.
 
     Args:
-        columns: Columns of a whole pack.
-        lengths: Lengths of its segments in tokens.
+        columns: The columns of a whole pack.
+        lengths: The length of each segment in tokens.
+
+    Returns:
+        The columns, with copies of the shifted ones.
     """
     shifted = dict(columns)
     last_tokens = np.cumsum(lengths) - 1

@@ -1,4 +1,4 @@
-"""Collect the bad rows of inspected data, and group those with the same reason."""
+"""Collect the bad rows of data that is inspected, and group those with the same reason."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from omnizoo.data.loading.lanes import Lane
 from omnizoo.data.packing.overlong import SampleSplit
 from omnizoo.data.row import BadRow
 
-MAX_USELESS_ROWS = 512  # number of bad rows after which no more rows are read from a source
+MAX_USELESS_ROWS = 512  # number of unusable rows after which no more rows are read from a source
 # Parts of a reason that differ between rows: quoted values, file names and numbers.
 DETAILS = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\S+\.[a-zA-Z]\w{1,4}\b|\d[\d,.]*""")
 
@@ -24,7 +24,7 @@ class BadRowRecord(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The location and the reason."""
+        """The location of the row, and why it cannot be used."""
         return f"{self.where}: {self.reason}"
 
 
@@ -37,7 +37,7 @@ class BadRowGroup:
 
     @property
     def title(self) -> str:
-        """The number of rows. The message of the first row follows it."""
+        """A title that states the number of rows. The message of the first row should follow it."""
         return "bad row" if self.count == 1 else f"{self.count:,} bad rows, the first"
 
 
@@ -55,10 +55,10 @@ def group_bad_rows(records: Iterable[BadRowRecord]) -> list[BadRowGroup]:
 
 
 class InspectedLane(Lane):
-    """A lane that collects bad rows instead of raising an error.
+    """A lane that collects bad rows instead of raising an error at the first one.
 
-    It stops reading a source after `MAX_USELESS_ROWS` bad rows, and if no row of the source is usable. It still reads
-    the other sources. A row of a small source may be read several times, but it is counted once.
+    It stops reading a source after `MAX_USELESS_ROWS` unusable rows, or when all rows were read and none is usable. It
+    continues with the other sources. Rows of a small source may be read several times, but they are counted once.
     """
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ class InspectedLane(Lane):
         self.records: list[BadRowRecord] = []
         self.num_bad = [0] * len(self.sources)
         self.rows_read: list[set[int]] = [set() for _ in self.sources]
-        self.given_up: dict[int, str] = {}  # sources that are no longer read, with the reason of the last row
-        self.with_usable_rows: set[int] = set()
+        self.given_up: dict[int, str] = {}  # sources that are no longer read, and why their last row is unusable
+        self.with_usable_rows: set[int] = set()  # sources with at least one usable row
         self.is_repeated = False  # whether the current row was read before
 
     @property
@@ -76,10 +76,11 @@ class InspectedLane(Lane):
         return sum(len(source) for i, source in enumerate(self.sources) if i not in self.given_up)
 
     def reason_without_rows(self, i: int) -> str:
-        """Return why a source has no usable rows: the location and the reason of one. Empty if it has usable rows."""
+        """Return the location of an unusable row and the reason, for a source without usable rows; empty for others."""
         return "" if i in self.with_usable_rows else self.given_up.get(i, "")
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
+        """Return the samples of a row. Record a bad row, which has no samples."""
         self.is_repeated = row in self.rows_read[i]
         self.rows_read[i].add(row)
         try:
@@ -90,10 +91,12 @@ class InspectedLane(Lane):
             return SampleSplit([], reason=str(bad))
 
     def _count(self, split: SampleSplit) -> None:
+        """Update the counters, unless the row was counted before."""
         if not self.is_repeated:
             super()._count(split)
 
     def _check_usable(self, i: int, row: int, reason: str) -> None:
+        """Give up source `i` if too many of its rows are unusable."""
         if not reason:
             self.with_usable_rows.add(i)
         num_useless = max(self.num_bad[i], self.cursors[i].rows_without_sample)
@@ -102,4 +105,5 @@ class InspectedLane(Lane):
             self.given_up[i] = f"{self.sources[i].where(row)}: {reason}"
 
     def _is_open(self, i: int) -> bool:
+        """Whether source `i` is still read."""
         return i not in self.given_up and super()._is_open(i)

@@ -1,8 +1,8 @@
-"""Hashes that identify the data of a run, independent of where its files are stored.
+"""Hashes that identify the data of a run. They do not depend on where the files are stored.
 
-A source of at most `WHOLE` bytes is hashed completely. For a larger source, only evenly spaced blocks are hashed, but
-the length of every row (JSONL), the table of contents (tar) and the footers (Parquet) are always hashed in full. An
-edit outside the blocks is therefore detected if it changes any length.
+A source of at most `WHOLE` bytes is hashed completely. In a larger source, only evenly spaced blocks are hashed.
+The lengths of all rows (JSONL, CSV), the table of contents (tar) or the footers (Parquet) are always hashed. An edit
+outside the blocks is therefore detected if it changes the length of a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +36,9 @@ ROWS_IN_MEMORY = 100_000  # number of rows hashed per source of Python rows in m
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
-    """Return the size and the hashes of a source, independent of where its files are stored."""
-    while isinstance(source, RenamedRows | RowSubset):  # hash stored rows; `columns` and `take` are stored separately
+    """Return the size of a source in bytes, a hash of its layout (lengths of rows) and a hash of its content."""
+    # Hash the rows as they are stored. Checkpoints store the keys `columns` and `take` separately.
+    while isinstance(source, RenamedRows | RowSubset):
         source = source.source
     parts = source.parts if isinstance(source, Concatenation) else [source]
     layout = xxhash.xxh3_128()
@@ -78,7 +79,7 @@ def _add_layout(digest: xxhash.xxh3_128, source: IndexedFile | WebDatasetFile | 
 def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
     """Add a row of a Python source to the hash.
 
-    For a bad row, a fixed mark is added instead of its error message, because the wording may change.
+    A bad row is represented by a fixed text and not by its error message, because messages may change.
     """
     try:
         _add(digest, source.read(row))
@@ -87,9 +88,9 @@ def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
 
 
 def _add(digest: xxhash.xxh3_128, value: Any) -> None:
-    """Add a value of a row to the hash, with the same result in every process.
+    """Add a value of a row to the hash. The result is the same in every process.
 
-    `repr` is not suitable: it contains the addresses of objects and omits the middle of arrays.
+    `repr` would not be suitable, because it contains the addresses of objects and omits the middle of arrays.
     """
     digest.update(f"{type(value).__name__}(".encode())
     if isinstance(value, Mapping):
@@ -112,9 +113,10 @@ def _add(digest: xxhash.xxh3_128, value: Any) -> None:
 
 
 def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
-    """Yield (file, first byte, number of bytes) to hash: all bytes in chunks, or evenly spaced blocks.
+    """Yield the parts of files to hash, as (file, first byte, number of bytes).
 
-    A block that crosses the end of its file is cut there.
+    The parts cover small sources completely. In large sources, they are evenly spaced blocks. A block may extend beyond
+    the end of its file; reading stops at the end.
     """
     total = sum(sizes)
     if total <= WHOLE:
@@ -129,15 +131,16 @@ def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path,
 
 
 def _evenly_spaced(count: int, limit: int) -> list[int]:
-    """Return at most `limit` evenly spaced integers from 0 to `count` - 1, both included."""
+    """Return at most `limit` evenly spaced integers, of which the first is 0 and the last is `count` - 1."""
     positions = np.linspace(0, max(0, count - 1), min(count, limit))
     return sorted({int(position) for position in positions})
 
 
 def _footer(path: Path) -> bytes:
-    """Return the footer of a Parquet file: the offset, size and usually minimum and maximum of each column chunk."""
+    """Return the footer of a Parquet file. It contains the offset, the size and usually the range of each column
+    chunk."""
     size = path.stat().st_size
-    length = int.from_bytes(_read(path, size - 8, 4), "little")  # followed by 4 magic bytes
+    length = int.from_bytes(_read(path, size - 8, 4), "little")  # the last 8 bytes are the length and a magic number
     return _read(path, max(0, size - 8 - length), length)
 
 
@@ -149,7 +152,12 @@ def _read(path: Path, start: int, count: int) -> bytes:
 
 
 def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
-    """Return hashes of the tokenizer, its chat template and the media processors, which convert rows to samples."""
+    """Return hashes of everything that converts rows to tokens: tokenizer, chat template and media processors.
+
+    Args:
+        tokenizer: The tokenizer of the run.
+        folder: Folder with the files of the media processors; None if there is none.
+    """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     processors = "".join(path.name + path.read_text() for path in processor_files(folder))
@@ -164,4 +172,5 @@ def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> 
 
 
 def _hash(text: str) -> str:
+    """Return the hash of a text, which may contain lone surrogates."""
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))

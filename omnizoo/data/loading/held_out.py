@@ -1,4 +1,4 @@
-"""Read held-out data (`data.eval_sources`) once, in file order, each source separately."""
+"""Read held-out data (`data.eval_sources`). Each source is read separately, in file order and at most once."""
 
 import itertools
 import logging
@@ -20,17 +20,22 @@ log = logging.getLogger(__name__)
 
 
 def held_out_config(config: Config) -> Config:
-    """Return the config for reading `data.eval_sources` in file order, in one lane."""
-    sources = with_weights(config.data.eval_sources)  # by default, equal parts of `evaluation.packs`
+    """Return a config that reads `data.eval_sources` instead of `data.sources`, in file order and in one lane."""
+    sources = with_weights(config.data.eval_sources)  # without weights, all sources get the same number of packs
     return config.changed(data={"sources": sources, "eval_sources": sources, "lanes": 1, "shuffle": False})
 
 
 def held_out_parts(reader: Reader) -> dict[str, Reader]:
-    """Split a reader of held-out data into one reader per source, keyed by the short name of the source.
+    """Split a reader of held-out data into one reader for each source, so that losses can be reported by source.
 
-    Each pack then contains samples from one source only, so that losses can be reported per source. `evaluation.packs`
-    is divided among the sources by their weights. If there is only one source, or if each prompt is also paired with
-    the response of another row (the KTO baseline), the whole reader is returned under the key "".
+    `evaluation.packs` is divided among the sources in proportion to their weights.
+
+    Args:
+        reader: A reader with the config from `held_out_config`.
+
+    Returns:
+        The readers, keyed by the short name of the source. If there is only one source, or if the KTO baseline pairs
+        prompts with responses of other rows, the only entry is the whole reader with the key "".
     """
     config = reader.config
     specs = reader.config.data.sources
@@ -48,9 +53,9 @@ def held_out_parts(reader: Reader) -> dict[str, Reader]:
 
 
 def short_names(specs: Sequence[SourceSettings]) -> list[str]:
-    """Return short names of sources for use in metrics: file names without folder and suffix.
+    """Return a short name of each source for the names of metrics: the file name without folder and suffix.
 
-    A number is appended to repeated names.
+    Repeated names get a number, such as `books_2`.
     """
     counts: dict[str, int] = {}
     names = []
@@ -63,7 +68,18 @@ def short_names(specs: Sequence[SourceSettings]) -> list[str]:
 
 
 def read_held_out(reader: Reader, rank: int, world: int) -> list[Pack]:
-    """Return this rank's share of the first `evaluation.packs` held-out packs. Each row is read at most once."""
+    """Return this rank's part of the first `evaluation.packs` packs of held-out data.
+
+    There are fewer packs if the data ends earlier, because each row is read at most once.
+
+    Args:
+        reader: One of the readers from `held_out_parts`.
+        rank: This rank.
+        world: Number of ranks.
+
+    Raises:
+        UserError: If no row is usable, or if a row is bad and `data.on_bad_row` is `error`.
+    """
     data = reader.config.data
     lane = Lane(reader, 0, epochs=1)
     packs = []
@@ -87,7 +103,7 @@ def read_held_out(reader: Reader, rank: int, world: int) -> list[Pack]:
         reason = ""
         if num_dropped:
             limits = f"data.pack_tokens ({data.pack_tokens}) or data.min_targets ({data.min_targets})"
-            reason = f"; {num_dropped} dropped because of {limits}"
+            reason = f"; {num_dropped} samples were dropped because of {limits}"
         names = ", ".join(spec.name for spec in data.sources)
         raise UserError(f"data.eval_sources: {names} has no usable row{reason}")
     return packs

@@ -1,7 +1,7 @@
-"""Statistics about the data of a run: samples token by token, lengths, the mix of sources and media, bad rows.
+"""Statistics about the data of a run, for `omnizoo data inspect`.
 
-Rows are read, rendered and packed by the same code as in training. `cli/data` prints the statistics. Control characters
-in names and messages that come from the data are escaped.
+They contain samples token by token, sample lengths, the mix of sources and media, and bad rows. Rows are read, rendered
+and packed by the same code as in training. Control characters in names and messages from the data are escaped.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ from omnizoo.data.sample import Sample
 from omnizoo.data.token_fields import IGNORE_INDEX, select
 from omnizoo.modalities.item import MediaItem, Port
 
-LOOK = 512  # number of samples to inspect; fewer if there are fewer rows
-BINS = 12  # number of bins in the histogram of lengths
+LOOK = 512  # number of samples to inspect; data with fewer rows has fewer samples
+BINS = 12  # number of bins in the histogram of sample lengths
 
 
 class NoUsableRowsError(UserError):
@@ -35,20 +35,24 @@ class NoUsableRowsError(UserError):
 
 @dataclass(frozen=True)
 class TokenText:
-    """Tokens that are shown together: a token, several tokens of one character, or a span of placeholder tokens."""
+    """Consecutive tokens that are shown as one piece of text.
+
+    Usually, this is a single token. It may also be several tokens that encode one character together, or the
+    placeholder tokens of a media item.
+    """
 
     text: str
-    tokens: int
-    has_loss: bool  # whether they are targets of the cross entropy or, for placeholder tokens, of the decoder's loss
-    item: MediaItem | None = None
+    tokens: int  # number of tokens
+    has_loss: bool  # whether they are targets of cross entropy or, for placeholder tokens, of a decoder's loss
+    item: MediaItem | None = None  # the media item that the placeholder tokens belong to
 
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """A sample, and the file and line of its row."""
+    """A sample with the location of its row."""
 
     sample: Sample
-    where: str
+    where: str  # file and line of the row
 
     @property
     def tokens(self) -> int:
@@ -60,7 +64,7 @@ class InspectedSample:
         """Number of target tokens, including placeholder tokens of generated media."""
         count = 0
         for _, part in parts(self.sample):
-            count += int(part.is_target[1:].sum())  # no token precedes the first one, so it is not predicted
+            count += int(part.is_target[1:].sum())  # the first token is never predicted, because no token precedes it
             for item in part.items:
                 if item.is_target and item.port.role != "follower":
                     count += sum(length for _, length in item.spans)
@@ -72,12 +76,12 @@ class PortMix:
     """Statistics about the media items of one encoder, decoder or follower."""
 
     port: Port
-    samples: int
-    items: int
-    tokens: int
-    cost: float
+    samples: int  # number of samples with such items
+    items: int  # number of items
+    tokens: int  # number of placeholder tokens
+    cost: float  # FLOPs of all items
     costliest: MediaItem
-    where: str  # file and line of the costliest item
+    where: str  # file and line of the row with the costliest item
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,13 @@ class SourceMix:
     """Statistics about the samples of one source."""
 
     path: str
-    rows: int  # all rows of the source
-    rows_read: int  # number of different rows that were read: packed, in the packing window, or bad
+    rows: int  # number of rows of the source
+    rows_read: int  # number of different rows that were read, including bad rows and rows in the packing window
     bad_rows: int
     reason_without_rows: str  # why the source has no usable rows; empty if it has some
     samples: int  # number of inspected samples
-    tokens: int
-    formats: dict[str, int]  # number of samples by the format of their row
+    tokens: int  # number of tokens of these samples
+    formats: dict[str, int]  # for each row format, the number of samples
     why: str  # the rule that determined the format of the first row
 
 
@@ -100,14 +104,14 @@ class Inspection:
     """Statistics about the first few hundred samples of a run."""
 
     samples: list[InspectedSample]
-    fill: float  # mean number of tokens per pack / `data.pack_tokens`, as reported in training
-    packs: int
+    fill: float  # mean number of tokens per pack / `data.pack_tokens`, the same metric as in training
+    packs: int  # number of packs that contain the samples
     sources: list[SourceMix]
-    mixed_by: str  # "size" or "weight"
+    mixed_by: str  # how sources are mixed: "size" or "weight"
     ports: list[PortMix]
-    shown: list[InspectedSample]  # samples to show, whose media could be decoded
+    shown: list[InspectedSample]  # samples to show; all their media could be decoded
     longest: InspectedSample
-    bad_rows: list[str]  # distinct messages, with reasons
+    bad_rows: list[str]  # messages about bad rows, without repetitions
     bad_groups: list[BadRowGroup]
     counters: Counters
     most_positions: int | None  # maximum number of positions of the model; None if unknown
@@ -119,7 +123,7 @@ class Inspection:
 
     @property
     def rows(self) -> int:
-        """Number of different rows of the inspected samples."""
+        """Number of different rows that the inspected samples come from."""
         return len({(inspected.sample.id.source, inspected.sample.id.row) for inspected in self.samples})
 
     @property
@@ -129,18 +133,18 @@ class Inspection:
 
 
 def one_lane(config: Config) -> Config:
-    """Return the config with a single lane, whose first few hundred rows are representative of all the data."""
+    """Return a copy of the config with a single lane, so that the first few hundred rows represent all the data."""
     return config.model_copy(update={"data": config.data.model_copy(update={"lanes": 1})})
 
 
 def inspect_data(reader: Reader, show: int) -> Inspection:
-    """Inspect the first few hundred samples that a lane packs.
+    """Compute statistics about the first few hundred samples of a run.
 
     Bad rows are collected even if training would stop at the first one. A source without usable rows is left out.
 
     Args:
-        reader: The data of a run.
-        show: Number of samples to select and decode.
+        reader: The data of the run, with a config from `one_lane`.
+        show: Number of samples to select for display. Their media are decoded.
 
     Raises:
         NoUsableRowsError: If no row of any source is usable.
@@ -149,8 +153,11 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
     lane = InspectedLane(reader, 0, by_rows=reader.config.train.epochs is not None)
     num_packs = 0
     samples: list[InspectedSample] = []
-    # If rows of no source are read any more, the lane still packs the rows in its window.
-    while len(samples) < min(LOOK, lane.num_usable_rows or LOOK) and (pack := lane.next_pack()) is not None:
+    # When the lane has given up all sources, it still packs the samples in its packing window.
+    while len(samples) < min(LOOK, lane.num_usable_rows or LOOK):
+        pack = lane.next_pack()
+        if pack is None:
+            break
         num_packs += 1
         for sample in pack:
             location = reader.sources[sample.id.source].where(sample.id.row)
@@ -189,15 +196,15 @@ def _no_usable_rows(reader: Reader, lane: InspectedLane) -> NoUsableRowsError:
 
 
 def distinct(bad_rows: Iterable[str]) -> list[str]:
-    """Return the distinct messages in order, as printable text."""
+    """Return the messages without repetitions, in order, with control characters escaped."""
     return list(dict.fromkeys(map(visible, bad_rows)))
 
 
 def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
-    """Reorder samples for display.
+    """Reorder samples for display, so that the first ones differ as much as possible.
 
-    Together, the first ones cover every source and every port (encoder, decoder or follower). The next ones cover every
-    combination of a source and ports that occurs in a sample.
+    The first samples together contain every source and every port (encoder, decoder or follower). The next ones add
+    every combination of a source and ports that occurs in a sample. The rest follows in the original order.
     """
     mixes = []
     for inspected in samples:
@@ -215,14 +222,21 @@ def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
 def decodable(
     samples: Iterable[InspectedSample], reader: Reader, count: int, records: list[BadRowRecord]
 ) -> list[InspectedSample]:
-    """Return the first `count` samples whose media can be decoded. Append records of the other rows to `records`."""
+    """Return the first `count` samples whose media can be decoded, at most one for each row.
+
+    Args:
+        samples: The samples to choose from, in order of preference.
+        reader: The data of the run.
+        count: Number of samples to return.
+        records: Receives a record of each row whose media cannot be decoded.
+    """
     decoded: list[InspectedSample] = []
     rows: set[tuple[int, int]] = set()
     for inspected in samples:
         if len(decoded) == count:
             break
         row = (inspected.sample.id.source, inspected.sample.id.row)
-        if row in rows:  # another sample of the same row, or the same row in the next epoch
+        if row in rows:  # an earlier sample comes from the same row, possibly in another epoch
             continue
         rows.add(row)
         _, undecodable = prepare_pack(0, [inspected.sample], reader)
@@ -234,7 +248,7 @@ def decodable(
 
 
 def source_mix(samples: Sequence[InspectedSample], reader: Reader, lane: InspectedLane) -> list[SourceMix]:
-    """Return the statistics of each source."""
+    """Return statistics about each source."""
     mix = []
     for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
         source_samples = [inspected for inspected in samples if inspected.sample.id.source == i]
@@ -256,7 +270,7 @@ def source_mix(samples: Sequence[InspectedSample], reader: Reader, lane: Inspect
 
 
 def port_mix(samples: Sequence[InspectedSample]) -> list[PortMix]:
-    """Return the statistics of each port: encoder, decoder or follower."""
+    """Return statistics about the media items of each port (encoder, decoder or follower)."""
     entries_by_port: dict[Port, list[tuple[MediaItem, InspectedSample]]] = {}
     for inspected in samples:
         for item in inspected.sample.items:
@@ -279,9 +293,9 @@ def port_mix(samples: Sequence[InspectedSample]) -> list[PortMix]:
 
 
 def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first length, last length, number of samples) for each bin.
+    """Return the histogram of sample lengths: (shortest length, longest length, number of samples) for each bin.
 
-    Bins are logarithmic if the largest length is more than 8 times the smallest.
+    The bins are logarithmic if the largest length is more than 8 times the smallest.
     """
     low = min(lengths)
     high = max(lengths)
@@ -295,9 +309,10 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
-    """Yield the role and tokens of each part of a sample. Parts do not attend to each other.
+    """Yield the segments of a sample as separate samples, each with its role.
 
-    The parts are the responses of a preference row, or the sample itself. Mismatched responses have no targets.
+    The sample of a preference row has one segment for each response. Other samples have one segment without a role.
+    Mismatched responses are yielded without targets, because no loss trains on them.
     """
     if not sample.responses:
         yield "", sample
@@ -342,23 +357,28 @@ def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Token
 
 
 def text_pieces(ids: list[int], has_loss: list[bool], decode: Callable[[list[int]], str]) -> Iterator[TokenText]:
-    """Yield the text that each token adds to the preceding text.
+    """Yield the text of each token, as it appears after the preceding tokens.
 
-    Tokens are not decoded one by one, because they could lose their leading spaces.
+    Tokens are not decoded separately, because this could remove their leading spaces.
+
+    Args:
+        ids: The token ids.
+        has_loss: Whether each token is a target.
+        decode: Converts token ids to text.
     """
     context = start = 0
     for end in range(1, len(ids) + 1):
         before = decode(ids[context:start])
         text = decode(ids[context:end])
         if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
-            continue  # the bytes of one character may be spread over several tokens
+            continue  # add the next token, because the bytes of a character may be spread over several tokens
         yield TokenText(visible(text[len(before) :]), end - start, any(has_loss[start:end]))
         context = start
         start = end
 
 
 def shorten(shown: list[TokenText], limit: int) -> list[TokenText]:
-    """Return at most about `limit` pieces, from the beginning and the end."""
+    """Return about `limit` pieces from the beginning and the end, with a note about the omitted tokens between them."""
     if len(shown) <= limit:
         return shown
     half = limit // 2
@@ -368,7 +388,7 @@ def shorten(shown: list[TokenText], limit: int) -> list[TokenText]:
 
 
 def visible(text: str) -> str:
-    """Escape control characters in `text`, which could change the state of the terminal."""
+    """Escape control characters, which could change the state of a terminal. Line breaks are kept."""
     return "".join(map(_visible_character, text))
 
 

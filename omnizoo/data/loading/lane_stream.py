@@ -20,23 +20,27 @@ from omnizoo.data.row import stop_message
 
 
 class LoadingStopped(Exception):  # noqa: N818 (no error: the run ends after the step before)
-    """Raised on all ranks if one of them has stopped to load a step, because a signal asked the run to stop."""
+    """Raised on all ranks if at least one of them received a stop signal and did not finish loading a step."""
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """The packs that a loader worker, or a rank, has loaded for a step."""
+    """The packs of one step that a loader worker or a rank has loaded.
+
+    First, each worker sets `undecodable` and `states`. Then the rank merges the steps of its workers, and sets
+    `counters` and `is_stopped`.
+    """
 
     packs: list[Pack]  # empty if loading failed
-    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each row on one rank only
-    undecodable: list[str] = field(default_factory=list)  # set by workers: messages about rows with bad media
-    states: dict[int, dict[str, Any]] = field(default_factory=dict)  # set by workers: states of the lanes that advanced
-    counters: dict[str, int] = field(default_factory=dict)  # set by ranks: `Loader.counters` after this step
-    is_stopped: bool = False  # set by ranks: a signal asked to stop while the step was loading; `packs` is empty
-    error: str | None = None  # text of a UserError; DataLoader would wrap the raised error in a traceback
+    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each row is on one rank only
+    undecodable: list[str] = field(default_factory=list)  # messages about rows whose media cannot be decoded
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)  # state of each lane that advanced, by lane number
+    counters: dict[str, int] = field(default_factory=dict)  # `Loader.counters` after this step
+    is_stopped: bool = False  # whether a stop signal arrived while the step was loading; `packs` is then empty
+    error: str | None = None  # message of a UserError, because DataLoader would add a traceback to a raised error
 
     def status(self) -> dict[str, Any]:
-        """Return the status that is sent to all ranks together with the pack metadata."""
+        """Return the part of this object that is sent to all ranks together with the pack metadata."""
         return {
             "error": self.error,
             "is_stopped": self.is_stopped,
@@ -46,21 +50,21 @@ class LoadedStep:
 
 
 def failed_steps(error: str) -> Iterator[LoadedStep]:
-    """Yield failed steps with this error, without end.
+    """Yield an endless sequence of failed steps with this error message.
 
-    The loader reads from its workers in turn. If a failed worker ended, the loader would skip it, and its error would
-    be lost.
+    The loader reads from its workers in turn. If the sequence of a failed worker ended, the loader would skip this
+    worker, and the error would be lost.
     """
     return itertools.repeat(LoadedStep(packs=[], error=error))
 
 
 @dataclass(frozen=True)
 class LaneAssignment:
-    """The lanes and packs that a rank reads."""
+    """Determines which lanes and packs a rank reads."""
 
     rank: int
-    world: int
-    lanes: int
+    world: int  # number of ranks
+    lanes: int  # number of lanes
     packs_per_step: int
 
     @property
@@ -73,18 +77,25 @@ class LaneAssignment:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank reports counters and bad rows. Of all ranks with the same lanes, only the lowest does."""
+        """Whether this rank reports counters and bad rows. Among ranks that run the same lanes, only the lowest
+        does."""
         return self.rank < math.gcd(self.lanes, self.world)
 
     def packs_of(self, lane: int, steps: int) -> int:
-        """Return the number of packs that a lane has produced after `steps` steps."""
+        """Return the number of packs that the first `steps` steps take from a lane."""
         return (steps * self.packs_per_step - lane + self.lanes - 1) // self.lanes
 
 
 class LaneSteps(IterableDataset[LoadedStep]):
-    """Dataset of steps that continues from saved lane states.
+    """Dataset whose items are the steps of a run, loaded one after the other.
 
-    In the process of a rank, it runs all lanes of that rank. In a loader worker, it runs the lanes of that worker.
+    In the process of a rank, it runs all lanes of the rank. In a loader worker, it runs only the lanes of that worker.
+
+    Args:
+        reader: The data of the run.
+        assignment: The lanes and packs of the rank.
+        first_step: Index of the first step to load.
+        states: The state of each lane before `first_step`, by lane number; a lane without a state starts anew.
     """
 
     def __init__(
@@ -103,7 +114,11 @@ class LaneSteps(IterableDataset[LoadedStep]):
             yield from failed_steps(str(error))
 
     def run(self) -> Iterator[LoadedStep]:
-        """Yield the steps of the lanes that this process runs. Raises `UserError` if a step cannot be loaded."""
+        """Yield what this process loads for each step.
+
+        Raises:
+            UserError: If a step cannot be loaded.
+        """
         self.lanes = {}
         lane_numbers = self.assignment.local_lanes
         worker = get_worker_info()
@@ -113,7 +128,7 @@ class LaneSteps(IterableDataset[LoadedStep]):
             yield self._load_step(step, lane_numbers)
 
     def _load_step(self, step: int, lane_numbers: range) -> LoadedStep:
-        """Advance the lanes by one step, and prepare the packs of this rank."""
+        """Advance the lanes of this process by one step, and prepare the packs that belong to this rank."""
         assignment = self.assignment
         first_index = step * assignment.packs_per_step
         packs = []
@@ -140,7 +155,7 @@ class LaneSteps(IterableDataset[LoadedStep]):
         return LoadedStep(packs=packs, bad_rows=bad_rows, undecodable=undecodable, states=states)
 
     def _lane(self, number: int) -> Lane:
-        """Return a lane. Lanes are built on first use, because there may be far more lanes than packs."""
+        """Return the lane `number`. It is built when it is first used, because many lanes may never be used."""
         if number not in self.lanes:
             epochs = self.reader.config.train.epochs
             self.lanes[number] = Lane(self.reader, number, epochs, by_rows=epochs is not None)

@@ -1,8 +1,8 @@
-"""A lane is one endless stream of packs, determined by the `data` section, the seed and the number of the lane.
+"""A lane is one of the independent streams of packs that a run consists of.
 
-The packs of a lane do not depend on the rank or worker that runs it. The state of a lane consists of a few cursors and
-the ids of the samples in its packing window. The order of rows can be computed for any position in any epoch, so
-resuming does not replay data.
+The packs of a lane depend only on the `data` section, the seed and the number of the lane, and not on the rank or
+worker that runs it. The state of a lane consists of a few cursors and the ids of the samples in its packing window.
+The order of rows can be computed for any position in any epoch, so resuming does not read earlier rows again.
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,21 @@ class Cursor:
 
 @dataclass
 class Counters:
-    """Numbers of packs, rows and samples of a lane since the start of the run."""
+    """Counters of a lane since the start of the run."""
 
-    packs: int = 0
-    skipped_rows: int = 0
-    dropped_overlong: int = 0
-    split_overlong: int = 0
-    truncated_overlong: int = 0
-    few_targets: int = 0  # samples with fewer targets than data.min_targets
+    packs: int = 0  # packs that the lane has produced
+    skipped_rows: int = 0  # bad rows
+    dropped_overlong: int = 0  # samples longer than a pack that were dropped
+    split_overlong: int = 0  # samples longer than a pack that were split
+    truncated_overlong: int = 0  # samples longer than a pack that were truncated
+    few_targets: int = 0  # samples that were dropped because they have fewer targets than data.min_targets
     beyond_positions: int = 0  # samples longer than the model's maximum number of positions
 
 
 def shares_of(reader: Reader, by_rows: bool) -> list[float]:
-    """Return the share of each source in the rows that are read, from weights or from the numbers of rows.
+    """Return the fraction of rows that come from each source. The fractions sum to 1.
+
+    They follow the weights of the sources, or their numbers of rows if no source has a weight.
 
     Args:
         reader: The data of a run.
@@ -57,15 +59,12 @@ def shares_of(reader: Reader, by_rows: bool) -> list[float]:
 
 @dataclass
 class Lane:
-    """A stream of packs. `next_pack` returns the samples of the next pack.
-
-    If `epochs` is set, every row of every source is read that many times. Afterwards, `next_pack` returns None.
-    """
+    """A stream of packs. `next_pack` returns the samples of the next pack."""
 
     reader: Reader
-    lane: int
-    epochs: float | None = None
-    by_rows: bool = False  # mix sources by their numbers of rows even if they have weights
+    lane: int  # number of the lane
+    epochs: float | None = None  # how often the lane reads each of its rows; None if it never ends
+    by_rows: bool = False  # mix sources in proportion to their numbers of rows, even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
 
@@ -74,10 +73,11 @@ class Lane:
         self.sources = self.reader.sources
         self.seed = self.reader.config.train.seed
         self.shares = shares_of(self.reader, self.by_rows)
-        # Lanes start at different positions of the mix. Otherwise, all lanes would begin with the same source.
+        # Random numbers, so that lanes start at different positions of the mix. Otherwise, all lanes would begin with
+        # the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
-        # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of every
-        # `lanes`-th epoch.
+        # If a source has fewer rows than there are lanes, it cannot be divided among them. Each lane then reads all of
+        # its rows, but only in every `lanes`-th epoch.
         self.strides = [1 if len(source) >= self.data.lanes else self.data.lanes for source in self.sources]
         self.cursors = [Cursor(0, 0 if stride == 1 else self.lane, 0) for stride in self.strides]
         self.orders = [self._order(i) for i in range(len(self.sources))]
@@ -96,10 +96,10 @@ class Lane:
         )
 
     def next_pack(self) -> list[Sample] | None:
-        """Return the samples of the next pack, or None after the last one (if `epochs` is set)."""
+        """Return the samples of the next pack; None after the last pack, if `epochs` is set."""
         while not self.packer.is_ready and self._read_row():
             pass
-        self.counters.packs += 1  # position of the lane in the run, which also advances after the end of the data
+        self.counters.packs += 1  # count calls after the last pack as well, because this is the position in the run
         return self.packer.pop() if self.packer.buffer else None
 
     def take_bad_rows(self) -> list[str]:
@@ -109,7 +109,7 @@ class Lane:
         return bad_rows
 
     def _read_row(self) -> bool:
-        """Read one row into the packer, or skip it if it is bad. Return False if no row is left (with `epochs` set)."""
+        """Read one row and add its samples to the packing window. Return False if there is no row left."""
         i = self._choose_source()
         if i is None:
             return False
@@ -127,10 +127,20 @@ class Lane:
         return True
 
     def _check_usable(self, i: int, row: int, reason: str) -> None:
-        """Raise `UserError` if source `i` has no usable rows. `reason` is that of the last row."""
+        """Check that source `i` has usable rows.
+
+        Args:
+            i: Index of the source.
+            row: Number of the row that was read last.
+            reason: Why that row has no samples.
+
+        Raises:
+            UserError: If many consecutive rows had no samples.
+        """
         source = self.sources[i]
         rows_without_sample = self.cursors[i].rows_without_sample
-        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
+        # The lane reads another part of the source in each epoch. With this limit, it has read all of them at least
+        # once: a single part of a small source may have no usable row.
         if rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"{self.data.sources[i].name}: none of the last {rows_without_sample} rows was usable; "
@@ -138,7 +148,16 @@ class Lane:
             )
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
-        """Return the samples of a row. A bad row has no samples, or raises an error with `data.on_bad_row: error`."""
+        """Return the samples of a row. With `data.on_bad_row: skip`, a bad row has no samples.
+
+        Args:
+            i: Index of the source.
+            epoch: Number of the epoch.
+            row: Number of the row in its source.
+
+        Raises:
+            UserError: If the row is bad and `data.on_bad_row` is `error`.
+        """
         try:
             return self._read_samples(i, epoch, row)
         except BadRow as bad:
@@ -151,7 +170,7 @@ class Lane:
             return SampleSplit([], reason=str(bad))
 
     def _count(self, split: SampleSplit) -> None:
-        """Update the counters with the samples of a row."""
+        """Add the samples of a row to the counters."""
         counters = self.counters
         max_positions = self.reader.most_positions
         for name in split.counters:
@@ -161,9 +180,9 @@ class Lane:
             counters.beyond_positions += sum(sample.num_positions > max_positions for sample in split.samples)
 
     def _choose_source(self) -> int | None:
-        """Return the source that is furthest behind its share of rows, which keeps the mix exact at any time.
+        """Return the index of the source to read from; None if all sources are exhausted.
 
-        Return None if all sources are exhausted.
+        It is the source that is furthest behind its share of rows. The mix is therefore exact at any time.
         """
         open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
@@ -191,7 +210,7 @@ class Lane:
             self.orders[i] = self._order(i)
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
-        """Read and render a row, with a mismatched response from another row if a loss needs it."""
+        """Read a row, render it and split it into samples. For the KTO baseline, add a response from another row."""
         source = self.sources[i]
         fields = source.read(row)
         find = partial(source.find, row)
@@ -213,7 +232,7 @@ class Lane:
         raise BadRow(f"the KTO baseline needs the response of another row, but none was usable: {reason}")
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-serializable state for `restore`. It contains the ids of samples, not their content."""
+        """Return the state for `restore`, which can be written as JSON. It contains ids of samples and no content."""
         return {
             "cursors": [list(astuple(cursor)) for cursor in self.cursors],
             "window": [tuple(sample.id) for sample in self.packer.buffer],
@@ -221,7 +240,11 @@ class Lane:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from exactly the point at which `state` was saved. Samples in the packing window are read again."""
+        """Continue from exactly the point at which `state` was saved. Samples in the packing window are read again.
+
+        Raises:
+            UserError: If a row in the packing window has changed.
+        """
         self.cursors = [Cursor(*values) for values in state["cursors"]]
         self.orders = [self._order(i) for i in range(len(self.sources))]
         self.counters = Counters(**state["counters"])

@@ -2,8 +2,10 @@
 
 Pack g of the run is the next pack of lane g % lanes. Step s consists of packs s*G to (s+1)*G - 1, where G is
 `train.packs_per_step`. Rank r reads the packs with g % world == r and decodes their media. Afterwards, packs are
-redistributed to the ranks that train on them. After a step, every lane is exactly at the end of that step on every
-rank that runs it. A state that was saved on one layout can therefore be loaded on any other.
+redistributed to the ranks that train on them.
+
+After a step, every lane is exactly at the end of that step, on every rank that runs it. A state that was saved on one
+layout can therefore be loaded on any other.
 """
 
 import errno
@@ -29,14 +31,17 @@ from omnizoo.data.loading.worker_pickling import NotPicklable, SharedPickle
 from omnizoo.data.loading.workers import Workers, start_server, worker_count, worker_setup
 
 log = logging.getLogger(__name__)
-WAIT_SECONDS = 1.0  # time between two checks whether to stop, while the workers load a step
-TIMED_OUT = "DataLoader timed out"  # beginning of the error that torch raises after this time
+WAIT_SECONDS = 1.0  # a rank that waits for its workers checks at this interval whether the run stops
+TIMED_OUT = "DataLoader timed out"  # beginning of the error that torch raises after WAIT_SECONDS
 MORE_SHARED_MEMORY = "Make /dev/shm writable and larger, or set data.workers to 0."
-ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
+ROWS_READ = "rows_read"  # counter of rows whose samples are all in packs; rows in the packing window do not count
 
 
 class PickledSteps(IterableDataset[LoadedStep]):
-    """Pickled lanes for a worker. They are unpickled when iteration starts, so that errors become failed steps."""
+    """Dataset for loader workers that contains `LaneSteps` in pickled form.
+
+    A worker unpickles them when it starts to iterate, so an error becomes a failed step instead of a crash.
+    """
 
     def __init__(self, steps: LaneSteps) -> None:
         self.steps = SharedPickle(steps)
@@ -54,9 +59,10 @@ class PickledSteps(IterableDataset[LoadedStep]):
 
 
 def share_tensors(step: LoadedStep) -> LoadedStep:
-    """Move the tensors of a step to shared memory, in a worker. If that fails, return a failed step.
+    """Move the tensors of a step to shared memory, before a worker sends it. If that fails, return a failed step.
 
-    Otherwise, a thread of multiprocessing would do this later, print its error and lose the step.
+    Without this function, a thread of multiprocessing would move them later. If that failed, it would only print an
+    error, and the step would be lost.
     """
     try:
         for pack in step.packs:
@@ -69,14 +75,19 @@ def share_tensors(step: LoadedStep) -> LoadedStep:
 
 
 def identity(item: Any) -> Any:
-    """Return the argument. Workers need a collate function that can be pickled."""
+    """Return `item`. This is the collate function for workers, which must be picklable."""
     return item
 
 
 class Loader:
-    """The data loader of a rank. `next_step` returns the packs of the next step and can be called any number of times.
+    """The data loader of a rank. It never ends: `next_step` can be called any number of times.
 
-    `state_dict` refers to the last step that `next_step` returned, however many steps the workers have prefetched.
+    `state_dict` describes the state after the last step that `next_step` returned. It does not depend on how many
+    steps the workers have prefetched.
+
+    Args:
+        reader: The data of the run.
+        assignment: The lanes and packs of the rank.
     """
 
     def __init__(self, reader: Reader, assignment: LaneAssignment) -> None:
@@ -111,7 +122,7 @@ class Loader:
         """Load the next step of this rank.
 
         Returns:
-            The packs that this rank has read, and its counters and bad rows; a step without packs after `stop`.
+            The packs that this rank has read, with its counters and bad rows. After `stop`, the step has no packs.
 
         Raises:
             UserError: If the data cannot be read, or a row is bad and `data.on_bad_row` is `error`.
@@ -141,11 +152,11 @@ class Loader:
         return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
 
     def stop(self) -> None:
-        """Stop waiting for workers, which may be stuck. May be called while another thread is in `next_step`."""
+        """Stop waiting for workers, which may be stuck. You can call this while another thread runs `next_step`."""
         self.is_stopped = True
 
     def _next_part(self, iterator: Iterator[LoadedStep]) -> LoadedStep | None:
-        """Return what the next worker has loaded for the current step; None after `stop`."""
+        """Return the part of the current step that the next worker has loaded; None after `stop`."""
         while not self.is_stopped:
             try:
                 return next(iterator)
@@ -156,7 +167,7 @@ class Loader:
         return None
 
     def _steps(self) -> Iterable[LoadedStep]:
-        """Return the steps from the current one on, loaded by workers or in this process."""
+        """Return an iterable over the current step and all later ones, loaded by workers or in this process."""
         _ = self.fingerprint  # computed and cached before the first row is read
         steps = LaneSteps(self.reader, self.assignment, self.step, self.states)
         if not self.workers:
@@ -178,13 +189,13 @@ class Loader:
             timeout=WAIT_SECONDS,
             worker_init_fn=worker_setup(),
             multiprocessing_context=self.processes,
-            generator=torch.Generator(),  # DataLoader draws a base seed; leave the default generator unchanged
+            generator=torch.Generator(),  # DataLoader draws a seed from it, and must not change the default generator
         )
 
     def counters(self) -> dict[str, int]:
-        """Return the number of rows read, skipped, dropped, split and so on since the start of the run.
+        """Return this rank's counters since the start of the run: rows read, rows skipped, samples dropped and so on.
 
-        Each lane is counted on one rank only, so the counters can be summed over ranks.
+        Each lane is counted on one rank only, so the sum over ranks is the total of the run.
         """
         names = [item.name for item in fields(Counters) if item.name != "packs"]
         counters = dict.fromkeys(names, 0)
@@ -199,9 +210,9 @@ class Loader:
         return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serializable state of this rank's lanes.
+        """Return the state of this rank's lanes, which can be written as JSON.
 
-        Pass the states of all ranks to `merge_states` to get a state for `load_state_dict`.
+        `merge_states` merges the states of all ranks into one state for `load_state_dict`.
         """
         return {
             "step": self.step,
@@ -212,11 +223,14 @@ class Loader:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the order of the data depends on. Empty except on rank 0, because computing it reads data."""
+        """Everything that the samples and their order depend on.
+
+        It is empty on all ranks except rank 0, because computing it reads data.
+        """
         return fingerprint(self.reader) if self.assignment.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which `state` was saved, on any number of ranks.
+        """Continue after the step at which `state` was saved. The number of ranks may have changed.
 
         Args:
             state: The result of `merge_states`.
@@ -246,18 +260,22 @@ class Loader:
         self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
 
     def _use_equal_shares(self, reader: Reader) -> None:
-        """Continue a run that started when sources without weights had equal shares."""
+        """Continue a run of an earlier version, in which sources without weights had equal shares.
+
+        Args:
+            reader: The data of the run, with equal weights.
+        """
         self.reader = reader
         self.config = reader.config
-        vars(self).pop("fingerprint", None)  # the cached one contains the other mix
+        vars(self).pop("fingerprint", None)  # remove the cached fingerprint, which has the current shares
         if self.assignment.rank == 0:
             log.warning(
-                "data.sources: without weights, shares now follow the numbers of rows. This run keeps the equal shares "
-                "of its checkpoint."
+                "data.sources: sources without weights are now mixed in proportion to their numbers of rows. This run "
+                "keeps the equal shares of its checkpoint."
             )
 
     def close(self) -> None:
-        """End the workers. The loader can still be used: the next step starts new workers."""
+        """End the workers. You can still call `next_step`, which starts new workers."""
         self.processes.end()
         self.iterator = None
         self.is_stopped = False

@@ -15,7 +15,7 @@ from omnizoo.modalities.media import BadMedia
 
 
 def hash_of_item(item: MediaItem) -> str:
-    """Return a hash of the port and the inputs of a prepared item."""
+    """Return a hash of the port and the inputs of a media item, after `Reader.prepare`."""
     assert item.inputs is not None
     digest = xxhash.xxh3_128(str(item.port).encode())
     for name, tensor in sorted(item.inputs.items()):
@@ -25,11 +25,16 @@ def hash_of_item(item: MediaItem) -> str:
 
 
 def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple[Pack, list[str]]:
-    """Decode the media of samples and concatenate their columns.
+    """Decode the media of samples and concatenate the samples into a pack.
+
+    Args:
+        index: Position of the pack in the run.
+        samples: The samples of the pack.
+        reader: The data of the run.
 
     Returns:
-        The pack, and messages about rows with bad media. The samples of these rows are dropped. If no sample is left,
-        the pack is a dummy pack.
+        The pack, and messages about rows whose media cannot be decoded. The samples of these rows are dropped. If no
+        sample is left, the pack is a dummy pack.
     """
     usable: list[Sample] = []
     items: list[MediaItem] = []
@@ -65,10 +70,10 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
 
 
 def content_keys(pack: Pack, roles: Sequence[str]) -> list[str]:
-    """Return, for each segment, a hash of its tokens, targets, positions and media.
+    """Return a hash of the tokens, targets, positions and media of each segment.
 
-    For a given model, the log-probability of a response depends only on these. The hash is empty for segments without a
-    role.
+    For a given model, the log-probability of a response depends only on these, so the hash is the key of cached
+    log-probabilities. It is empty for segments without a role.
     """
     item_hashes = [hash_of_item(item) for item in pack.items]
     keys = []

@@ -1,4 +1,7 @@
-"""Everything that converts rows to packs: sources, the renderer, and the modules that measure and decode media."""
+"""The reader of a run: its sources, the renderer, and the modules that measure and decode media.
+
+Together, they contain everything that is needed to convert rows to packs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +19,7 @@ from omnizoo.modalities.base import Encoder, Modality, find_module
 from omnizoo.modalities.item import MediaItem
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
-FORMAT_ROWS = 8  # number of rows from which the format of a source is inferred
+FORMAT_ROWS = 8  # maximum number of rows to read until one shows the format of its source
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,14 @@ class Reader:
     most_positions: int | None = None  # maximum number of positions of the model; None if its config has none
 
     def prepare(self, item: MediaItem) -> list[MediaItem]:
-        """Decode an item. An encoder may split a long item into several.
+        """Decode the media of an item, and return the item with its inputs.
 
-        In a bf16 run, floating-point inputs of encoders are converted to bf16 here, which halves the number of bytes
-        to send. Inputs of decoders keep their precision, because targets are computed from them.
+        The result has several items if the encoder splits a long item. In a bf16 run, floating-point inputs of encoders
+        are converted to bf16, which halves the number of bytes to send. Inputs of decoders keep their precision,
+        because targets are computed from them.
+
+        Raises:
+            BadMedia: If the media cannot be decoded.
         """
         module = find_module(self.modalities, item.port)
         inputs = module.prepare(item.media)
@@ -61,7 +68,7 @@ class Reader:
 
 
 def _to_bf16(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a floating-point tensor to bf16. Other tensors are returned unchanged."""
+    """Convert a floating-point tensor to bf16. Return other tensors unchanged."""
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
@@ -79,13 +86,13 @@ def build_reader(
 
     Args:
         config: The config of the run.
-        tokenizer: Tokenizer of the model.
-        modalities: Encoders and decoders of each modality.
+        tokenizer: The tokenizer of the model.
+        modalities: The modalities of the model, by name.
         positions: Function that returns the position ids of a sample; None if they are 0, 1, 2, ...
-        turns: Format of turns, for models that have speakers instead of a chat template.
+        turns: The format of turns, for speech models that have speakers instead of a chat template.
         reserved: Ids of placeholder tokens for media that this run does not provide. Rows must not contain them.
-        most_positions: Maximum number of positions of the model. Longer samples are counted.
-        sources: Opened sources to use instead of those of the config.
+        most_positions: Maximum number of positions of the model; longer samples are counted. None if it is unknown.
+        sources: Sources that are already open, to use instead of those in the config.
 
     Returns:
         The reader.

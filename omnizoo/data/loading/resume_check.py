@@ -1,6 +1,6 @@
-"""Check that a resumed run uses the same data as the checkpoint.
+"""Check that a resumed run uses the same data as its checkpoint.
 
-Checkpoints store everything that the order of samples depends on. The stored values are compared key by key.
+Checkpoints store a fingerprint: everything that the samples and their order depend on. It is compared key by key.
 """
 
 import logging
@@ -17,14 +17,15 @@ from omnizoo.models.read_config import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-# Keys of a source that define how its rows are interpreted.
+# Keys of a source that determine how its rows are read.
 FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 # Keys of the fingerprint. Checkpoints store them, so they must never change.
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
-MIX = "data.mix"  # "rows" if sources are mixed by size; otherwise absent, as before shares could follow sizes
-SHOWN_KEYS = {  # how messages name the stored keys that are not config keys
+MIX = "data.mix"  # "rows" if sources are mixed by size; absent otherwise, and in checkpoints of earlier versions
+# Names for error messages, for the keys of the fingerprint that are not config keys.
+SHOWN_KEYS = {
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
     PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
@@ -33,13 +34,13 @@ SHOWN_KEYS = {  # how messages name the stored keys that are not config keys
 
 
 def fingerprint(reader: Reader) -> dict[str, Any]:
-    """Return everything that the samples of a run and their order depend on, to be stored in checkpoints."""
+    """Return everything that the samples of a run and their order depend on, as values that JSON can represent."""
     config = reader.config
     keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
-    # The default is not stored, so that runs from before these keys can be resumed. `data.chat_template` and
-    # `data.template_options` change the chat template, whose hash is part of the fingerprint of the tokenizer.
+    # Defaults are not stored, so that runs of versions without these keys can be resumed. `data.chat_template` and
+    # `data.template_options` need no entry: they change the chat template, whose hash is among the tokenizer hashes.
     thinking = {
         "data.thinking": config.data.thinking.replace("template", ""),
         "data.thinking_tags": config.data.thinking_tags,
@@ -65,21 +66,24 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
 
 
 def mixes_by_rows(config: Config) -> bool:
-    """Whether the shares of sources follow their sizes because none has a weight.
+    """Whether several sources are mixed in proportion to their numbers of rows, because none has a weight.
 
-    Runs with `train.epochs` and runs with one source do not depend on shares.
+    Return False for runs with `train.epochs` or with one source, because the weights do not affect them.
     """
     return config.data.weights is None and config.train.epochs is None and len(config.data.sources) > 1
 
 
 def with_saved_mix(reader: Reader, saved: dict[str, Any]) -> Reader:
-    """Return the reader with the mix of the checkpoint.
+    """Return a reader that mixes the sources as the checkpoint does.
 
-    Before shares followed sizes, sources without weights had equal shares. A run that started then keeps them.
+    In earlier versions, sources without weights had equal shares. A run that started with such a version keeps them.
 
     Args:
-        reader: The current data.
+        reader: The data of the run.
         saved: The fingerprint in the checkpoint.
+
+    Returns:
+        The same reader, or one with equal weights.
     """
     if MIX in saved or not mixes_by_rows(reader.config):
         return reader
@@ -102,14 +106,14 @@ def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, An
 
 
 def _use_of_labeled_responses(config: Config) -> str:
-    """Describe how the losses use labeled responses. Checkpoints store the text, so it must never change."""
+    """Return a description of how the losses use labeled responses. Checkpoints store it, so it must never change."""
     if config.mismatched_answers:
         return "each is also tried with another row's prompt"
     return "read" if config.single_answers else ""
 
 
 def _media_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the tokens of media items: their number and the marks around them."""
+    """Return the settings that affect the tokens of media items: the number of placeholder tokens, and the marks."""
     keys = ("kind", "path", "config", "options", "begin", "placeholder", "end")
     settings = {}
     for name, modality in config.model.model_dump(mode="json")["modalities"].items():
@@ -156,11 +160,16 @@ def _raise_changed(change: str) -> NoReturn:
 
 
 def _raise_changed_value(key: str, saved: Any, now: Any) -> NoReturn:
+    """Raise the error for a value that differs from that of the checkpoint."""
     _raise_changed(f"{key} is {now!r}, but {saved!r} in the checkpoint")
 
 
 def _check_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that the tokenizer has not changed. Another version of `tokenizers` may serialize it differently."""
+    """Check that the tokenizer has not changed.
+
+    If only its serialized form has changed and another version of `tokenizers` is installed, this is only a warning,
+    because another version may serialize the same tokenizer differently.
+    """
     changed = [name for name in now if name != "library" and now[name] != saved.get(name)]
     if changed == ["its definition"] and saved["library"] != now["library"]:
         log.warning(
@@ -175,7 +184,7 @@ def _check_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_source(key: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a source has not changed. It may have moved to another path."""
+    """Check that a source has not changed. If only its path has changed, this is only a warning."""
     path = now["path"]
     for name in ("weight", "split", *FORMAT_KEYS, "rows", "bytes"):
         if saved.get(name) != now.get(name):

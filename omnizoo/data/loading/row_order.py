@@ -1,12 +1,15 @@
-"""The shuffled order of rows, computed for any position without iterating over the earlier ones."""
+"""Compute the shuffled order of rows.
+
+The row at any position can be computed without iterating over the earlier positions, so a run resumes immediately.
+"""
 
 import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.sources.base import Rows, RowSource
 
-PIECE = 256  # maximum number of consecutive rows that are assigned to a lane together
-MAX_OTHER_ROWS = 8  # maximum number of other rows tried as the source of a mismatched response
+PIECE = 256  # maximum number of consecutive rows that are assigned to the same lane
+MAX_OTHER_ROWS = 8  # maximum number of other rows that may be tried to find a mismatched response
 
 
 def random_bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
@@ -18,12 +21,25 @@ def random_bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
 
 
 def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple[int, ...] | None) -> tuple[Rows, Rows]:
-    """Return the first row and the number of rows of each piece that the lane reads in an epoch, in reading order.
+    """Divide the rows of a source into pieces, and return the pieces that a lane reads in an epoch.
 
-    A piece is a run of consecutive rows within one extent of the source. With a `key`, the extents are shuffled, and so
-    are the pieces within each extent. The lanes of one process then read from the same few extents at a time. Pieces
-    are assigned to the lanes in turn. Each epoch starts at another lane, so that remainders even out over epochs. If
-    the source has fewer rows than there are lanes, the lane reads all pieces.
+    A piece consists of consecutive rows within one extent of the source. (An extent is a range of rows that are best
+    read together, such as a row group of Parquet; see `RowSource.extents`.) If a `key` is given, the extents are
+    shuffled, and then the pieces within each extent. The lanes of a process therefore read from the same few extents at
+    a time.
+
+    Pieces are assigned to the lanes in turn. The first lane changes with each epoch, so that the numbers of pieces even
+    out. If the source has fewer rows than there are lanes, the lane reads all pieces.
+
+    Args:
+        source: The source.
+        lane: Number of the lane.
+        lanes: Number of lanes.
+        epoch: Number of the epoch.
+        key: Numbers that determine the shuffled order; None to keep the order of the source.
+
+    Returns:
+        The first row and the number of rows of each piece, in the order in which the lane reads them.
     """
     size = min(PIECE, max(1, len(source) // (lanes * 16)))
     extent_lengths = np.diff(source.extents)
@@ -48,9 +64,18 @@ def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple
 
 
 class EpochOrder:
-    """Maps positions to the rows of one source that a lane reads in one epoch.
+    """The order in which a lane reads the rows of one source in one epoch.
 
-    Rows are shuffled within windows of `shuffle_rows` rows; None disables shuffling.
+    `order[position]` is the number of a row. Rows are shuffled within windows of `shuffle_rows` rows.
+
+    Args:
+        source: The source.
+        number: Index of the source in `data.sources`.
+        lane: Number of the lane.
+        lanes: Number of lanes.
+        epoch: Number of the epoch.
+        seed: `train.seed`.
+        shuffle_rows: Number of rows in a window; None to read the rows in the order of the source.
     """
 
     def __init__(
@@ -75,7 +100,7 @@ class EpochOrder:
         return int(self.rows[offset])
 
     def _read_window(self, window: int) -> Rows:
-        """Return the row numbers of a window, in reading order."""
+        """Return the row numbers of a window, in the order in which they are read."""
         first = window * self.window_rows
         positions = np.arange(first, min(first + self.window_rows, len(self)))
         piece = np.searchsorted(self.ends, positions, side="right")
@@ -88,9 +113,13 @@ class EpochOrder:
 
 
 def other_rows(row: int, rows: int) -> list[int]:
-    """Return other rows that may provide a mismatched response, in the order to try them.
+    """Return the rows that may provide a mismatched response for a row, in the order in which to try them.
 
-    They are the same in every epoch, on every layout and after a resume.
+    The result is the same in every epoch, on every layout and after a resume.
+
+    Args:
+        row: Number of the row.
+        rows: Number of rows in the source.
     """
     candidates = dict.fromkeys((random_bits(2 * MAX_OTHER_ROWS, row) % rows).tolist())
     return [candidate for candidate in candidates if candidate != row][:MAX_OTHER_ROWS]

@@ -1,7 +1,8 @@
-"""Convert `train.epochs` to a number of steps: measure every row once, then run the lanes on the lengths alone.
+"""Convert `train.epochs` to a number of steps.
 
-Packing depends only on the lengths of samples, so the count is exact and the same on every layout. Each rank measures
-a part of the rows.
+First, the ranks render all rows once, each rank a part of them, and record the lengths of the samples. Then rank 0
+packs these lengths without any content. Packing depends only on lengths, so the count is exact and the same on every
+layout.
 """
 
 import logging
@@ -25,15 +26,15 @@ NO_TOKENS = np.zeros(1, np.int32)
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sample lengths of consecutive rows, starting at row `first`."""
+    """The sample lengths of consecutive rows of one source."""
 
-    first: int
-    starts: npt.NDArray[np.int64]  # [rows + 1]; offset of each row in `lengths`
-    lengths: npt.NDArray[np.int32]  # [samples], in tokens
+    first: int  # number of the first row
+    starts: npt.NDArray[np.int64]  # [rows + 1], index in `lengths` of the first sample of each row, and the total
+    lengths: npt.NDArray[np.int32]  # [samples], number of tokens of each sample
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of rows whose samples were measured."""
         return len(self.starts) - 1
 
     def of_row(self, row: int) -> list[int]:
@@ -46,7 +47,19 @@ class Lengths:
 
 
 def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
-    """Measure this rank's part of every source. A bad row raises an error or has no samples (`data.on_bad_row`)."""
+    """Measure the samples of this rank's part of every source.
+
+    Args:
+        reader: The data of the run.
+        rank: This rank.
+        world: Number of ranks.
+
+    Returns:
+        The lengths for each source.
+
+    Raises:
+        UserError: If a row is bad and `data.on_bad_row` is `error`. With `skip`, a bad row has no samples.
+    """
     lane = Lane(reader, 0)
     measured = []
     for number, source in enumerate(reader.sources):
@@ -64,11 +77,12 @@ def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
 
 @dataclass
 class CountingLane(Lane):
-    """A lane that packs samples without content, from their lengths alone."""
+    """A lane that packs samples of known lengths without reading their content."""
 
-    lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # [sources][ranks that measured]
+    lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # by source, then by rank that measured
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
+        """Return samples that have the measured lengths of the row, and no content."""
         measured = next(part for part in self.lengths[i] if row < part.first + part.num_rows)
         samples = []
         for part, length in enumerate(measured.of_row(row)):
@@ -82,7 +96,7 @@ def steps_of(reader: Reader, lengths: Sequence[Sequence[Lengths]]) -> int:
 
     Args:
         reader: The data of the run.
-        lengths: For each source, the lengths that each rank has measured.
+        lengths: For each source, the lengths that each rank measured, in rank order.
     """
     config = reader.config
     lanes = reader.config.data.lanes
@@ -102,10 +116,10 @@ def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = 
         config: The config of the run. It is returned unchanged if `train.epochs` is not set.
         reader: The data of the run.
         mesh: The device mesh. Each rank measures a part of the rows.
-        known: Number of steps from an earlier count, such as that of a checkpoint. If None, the steps are counted.
+        known: The number of steps, if it is known from a checkpoint; None to count the steps.
 
     Returns:
-        The config with `train.steps` set.
+        The config with `train.steps`.
 
     Raises:
         UserError: If a row is bad and `data.on_bad_row` is `error`. The error is raised on all ranks.

@@ -1,7 +1,7 @@
-"""Pickle objects for loader workers, with large arrays in a file that all workers map into memory.
+"""Pickle objects for loader workers. Large arrays are stored in a file that all workers map into memory.
 
 Workers are not forks of the training process, so they do not share its memory. Without the file, every worker would
-hold its own copy of, for example, the index of a hundred million rows or the arrays of a user's row source.
+have its own copy of large arrays, such as the index of a hundred million rows or the arrays of a user's row source.
 """
 
 import io
@@ -21,12 +21,19 @@ from omnizoo.config.errors import named_line
 LARGE = 1 << 16  # bytes; smaller arrays are part of the pickle
 
 
-class NotPicklable(Exception):  # noqa: N818 (no error: the run continues without workers)
-    """An object cannot be pickled for another process. The message names the object and the reason."""
+class NotPicklable(Exception):  # noqa: N818 (not an error: the run continues without workers)
+    """Raised if an object cannot be pickled for another process. The message names the object and the reason."""
 
 
 class SharedPickle:
-    """A pickled copy of `value`. Pass it to a process when it starts; `open` rebuilds the value there."""
+    """A pickled copy of an object. Pass it to a new process as an argument, and call `open` there.
+
+    Args:
+        value: The object to pickle.
+
+    Raises:
+        NotPicklable: If the object cannot be pickled.
+    """
 
     def __init__(self, value: Any) -> None:
         # The file is unnamed: the system deletes it when the last process closes it.
@@ -43,7 +50,8 @@ class SharedPickle:
         self.pickled = pickled.getvalue()
 
     def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return True if a buffer is small and stays in the pickle. Otherwise write it to the file, page-aligned."""
+        """Write a large buffer to the file, aligned to a page. Return True for a small one, which stays in the
+        pickle."""
         raw = buffer.raw()
         if raw.nbytes < LARGE:
             return True
@@ -73,14 +81,14 @@ class SharedPickle:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles large tensors and arrays as buffers, and modules without hooks."""
+    """A pickler that passes large tensors and arrays as buffers, and pickles modules without hooks."""
 
     def __init__(self, file: io.BytesIO, keep_small: Any) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep_small)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
-            # To get its definition, a worker would have to run the user's script again.
+            # A worker could only get its definition by running the user's script again.
             raise NotPicklable(
                 f"{value.__qualname__} is defined in the main script. Move it to a module that workers can import."
             )
@@ -101,13 +109,13 @@ def _is_large(value: Any) -> bool:
 
 
 def _without_hooks(module: nn.Module) -> Any:
-    """Reduce a module without its hooks and without a `forward` set on the instance.
+    """Return the pickle representation of a module without its hooks and without a replaced `forward`.
 
     Workers run no forward pass, so they need neither. Our hooks are nested functions, which cannot be pickled.
     """
     reduced = module.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced  # the class defines its own pickling
+        return reduced  # the class of the module defines how it is pickled
     state = {}
     for name, part in reduced[2].items():
         is_hooks = "_hooks" in name and isinstance(part, dict)

@@ -1,8 +1,8 @@
 """Loader workers: processes of a rank that prefetch data.
 
-Workers are forked from a small server process that has imported the required modules and does nothing else. A fork of
-the rank would copy the locks that its threads hold (kernels, process groups, tokenizers, Arrow) but not the threads.
-Workers forked from the rank occasionally crashed or hung.
+Workers are forked from a small server process that has imported the required modules and does nothing else. They are
+not forked from the rank, because such workers occasionally crashed or hung: a fork copies the locks that threads of
+kernels, process groups, tokenizers and Arrow hold, but not the threads that would release them.
 """
 
 import faulthandler
@@ -27,12 +27,12 @@ from transformers.utils import logging as transformers_logging
 
 from omnizoo.parallel.parent_death import in_lasting_thread, set_server_imports
 
-MAX_WORKERS = 4  # maximum per rank if data.workers is not set
-CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
-IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
-FILES_PER_WORKER = 16  # open files of a rank for each worker: pipes, and tensors that are being received
-SECONDS_TO_END = 0.5  # time for workers to end, before they are killed
-QUIET = "ignore:resource_tracker"
+MAX_WORKERS = 4  # maximum number of workers per rank if data.workers is not set
+CORES_PER_WORKER = 4  # number of CPU cores for each worker if data.workers is not set
+IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]  # modules that the server imports
+FILES_PER_WORKER = 16  # number of files that a rank opens for each worker: pipes, and tensors that it receives
+SECONDS_TO_END = 0.5  # seconds between SIGTERM and SIGKILL when workers are ended
+QUIET = "ignore:resource_tracker"  # Python's option to hide the warnings of the resource tracker
 LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
 
 
@@ -43,8 +43,8 @@ class WorkerDeath(RuntimeError):  # noqa: N818 (named after the event)
 def worker_count(setting: int | None) -> int:
     """Return the number of loader workers of a rank: `data.workers` if it is set, otherwise a default.
 
-    With the default, data is loaded faster than most models train. The default is 0 if a rank has few CPU cores,
-    because the model may need them, and in daemon processes, because they cannot have children.
+    The default loads data faster than most models train. It is 0 if a rank has few CPU cores, because the model may
+    need them, and in daemon processes, because Python does not allow them to start processes.
     """
     if setting is not None:
         return setting
@@ -55,17 +55,19 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It imports torch in the background (a few seconds).
+    """Start the server process that workers are forked from.
 
-    The server and its workers are killed when this process ends.
+    The server imports torch in the background, which takes a few seconds. It and its workers are killed when this
+    process ends.
     """
     set_server_imports(IMPORTED)
     in_lasting_thread(_start_server)
 
 
 def _start_server() -> None:
-    # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
-    # signals. QUIET turns off its warnings about these resources.
+    """Start Python's resource tracker, and then the server with SIGTERM blocked."""
+    # The resource tracker frees the resources that a killed rank leaves. It must start first, because starting it
+    # unblocks signals. QUIET turns off its warnings about these resources.
     sys.warnoptions.append(QUIET)
     try:
         resource_tracker.ensure_running()
@@ -81,28 +83,34 @@ def _start_server() -> None:
 
 
 class Workers(ForkServerContext):
-    """Multiprocessing context for DataLoader. It keeps track of its processes, to report how they ended."""
+    """Multiprocessing context for DataLoader. It records its processes, so that it can report how they ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self.started: list[ForkServerProcess] = []
-        # Also runs when Python exits, before it waits for child processes: a stopped worker would never end.
+        # The finalizer also runs when Python exits. Python then waits for child processes, but a worker that is stopped
+        # (SIGSTOP) would never end.
         self.end = weakref.finalize(self, end_processes, self.started, os.getpid())
 
     def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
+        """Return a new worker process, which is not started yet."""
         start_server()
         process = _Process(*args, **options)
         self.started.append(process)
         return process
 
     def check_resources(self, num_workers: int) -> None:
-        """Raise `OSError` if the system has too few semaphores or open files for this number of workers.
+        """Check that the system allows enough semaphores and open files for this number of workers.
 
-        Without the check, torch would fail halfway, and print errors of objects that are not complete.
+        Without this check, torch would fail in the middle of starting workers, and its incomplete objects would print
+        further errors.
+
+        Raises:
+            OSError: If the system allows too few of them.
         """
         queues = []
         with ExitStack() as files:
-            for _ in range(num_workers + 2):  # torch has a queue per worker, one for results, and an event
+            for _ in range(num_workers + 2):  # torch creates a queue for each worker, one for results, and an event
                 queues.append(self.Queue())
             for _ in range(FILES_PER_WORKER * num_workers):
                 files.enter_context(open(os.devnull, "rb"))
@@ -114,9 +122,14 @@ class Workers(ForkServerContext):
 
 
 def end_processes(processes: Sequence[ForkServerProcess], parent: int) -> None:
-    """End workers of this process: first with SIGTERM, then, if they are stopped or stuck, with SIGKILL."""
+    """End worker processes with SIGTERM. Those that have not ended after `SECONDS_TO_END` are killed.
+
+    Args:
+        processes: The workers.
+        parent: Id of the process that started them.
+    """
     if os.getpid() != parent:
-        return  # in a fork of the process that started the workers
+        return  # this process is a fork of the one that started the workers
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()
@@ -132,17 +145,18 @@ class _Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802
+        """Start the process."""
         with _without_main():
             return ForkServerProcess._Popen(process)
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Context manager: start processes that do not import the main script.
+    """Context manager: processes that start in the block do not import the main script.
 
-    Python imports the main script in every new process, under another name. A script without
-    `if __name__ == "__main__"` would train again in every worker. Python skips a main module that has neither
-    `__spec__` nor `__file__`.
+    Usually, Python imports the main script in every new process, under another name. A script without
+    `if __name__ == "__main__"` would then train again in every worker. Python skips this import if the main module has
+    neither `__spec__` nor `__file__`, so the block removes them for a moment.
     """
     main: dict[str, Any] = vars(sys.modules["__main__"])
     previous: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
@@ -155,7 +169,7 @@ def _without_main() -> Iterator[None]:
 
 
 def worker_setup() -> Callable[[int], None]:
-    """Return the function that a worker calls first. It copies the environment and settings of the worker's rank."""
+    """Return the function that a worker calls first. It applies the environment and the settings of this rank."""
     log_level = logging.getLogger().getEffectiveLevel()
     transformers_level = transformers_logging.get_verbosity()
     return partial(_set_up, dict(os.environ), torch.get_default_dtype(), log_level, transformers_level)
@@ -166,9 +180,10 @@ def _set_up(
 ) -> None:
     """Set up this worker process.
 
-    The worker ignores SIGINT, which the training loop handles. It ends when its loader or its rank ends.
+    The worker ignores SIGINT (Ctrl+C), which the training loop handles. It ends when its loader or its rank ends.
     """
-    # Print a traceback if native code crashes. Use file descriptor 2, because `sys.stderr` of notebooks has none.
+    # Print a traceback if native code crashes. Use file descriptor 2, because `sys.stderr` has no descriptor in
+    # notebooks.
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -182,9 +197,9 @@ def _set_up(
 
 def _watch() -> None:
     """End this worker when its rank has ended, or when the rank sends SIGTERM."""
-    # An exiting Python process ends its children with SIGTERM, so a SIGTERM from the rank must end this worker. A
-    # killed rank sends no signal. torch's own watchdog does not help: it watches the parent, which is the server, and
-    # the server lives as long as any worker.
+    # A Python process that exits sends SIGTERM to its children, so a SIGTERM from the rank must end this worker. A
+    # killed rank sends no signal, so this thread also checks whether the rank is alive. torch's own watchdog does not
+    # help: it watches the parent of the worker, which is the server, and the server runs as long as any worker.
     rank = multiprocessing.parent_process()
     assert rank is not None, "a worker was started by its rank"
     while rank.is_alive():
@@ -195,7 +210,7 @@ def _watch() -> None:
 
 
 def exit_message(code: int) -> str:
-    """Return a message about a worker that ended with this exit code."""
+    """Return the error message for a loader worker that ended with this exit code."""
     if code == -signal.SIGKILL:
         return (
             "data.workers: a loader worker was killed (SIGKILL), as the kernel does when memory runs out. To use less "
@@ -207,4 +222,7 @@ def exit_message(code: int) -> str:
             f"memory, {LESS_MEMORY}."
         )
     end = f"was killed by a signal ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
-    return f"data.workers: a loader worker {end}. Set it to 0 to find the cause. If memory ran out, {LESS_MEMORY}."
+    return (
+        f"data.workers: a loader worker {end}. Set data.workers to 0 to see the error in the main process. If memory "
+        f"ran out, {LESS_MEMORY}."
+    )
