@@ -1,8 +1,8 @@
-"""The KTO baseline: prompts paired with mismatched responses from other rows, to estimate the KL term.
+"""Separate the mismatched responses of the KTO baseline from the packs that are trained on.
 
-Mismatched responses are packed together with the other responses to the prompt. They are moved to packs of their own
-before the packs of a step are redistributed. The model processes all of them, without gradients, before it trains on
-the first micro-batch.
+KTO estimates its KL term from prompts that are paired with responses of other rows (mismatched responses). These are
+first packed together with the other responses to the prompt. Before the packs of a step are redistributed, this module
+moves them to separate packs. The model processes these packs, without gradients, before the first micro-batch.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,20 @@ from omnizoo.data.token_fields import select
 
 
 def split_kto_baseline(packs: Sequence[Pack]) -> tuple[list[Pack], list[Pack]]:
-    """Return the packs without mismatched responses, and the same number of packs with only mismatched responses."""
+    """Split each pack into one without mismatched responses and one with only mismatched responses.
+
+    Returns:
+        The packs to train on, and the packs of the baseline. Both lists have as many packs as `packs`; an empty pack is
+        replaced by a dummy pack.
+    """
     training = [_select_segments(pack, is_baseline=False) for pack in packs]
     baseline = [_select_segments(pack, is_baseline=True) for pack in packs]
     return training, baseline
 
 
 def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
-    """Return the pack with mismatched responses only, or without them. If no segment is left, return a dummy pack."""
+    """Return a pack with only the mismatched responses (`is_baseline`) or without them. An empty one is a dummy
+    pack."""
     if pack.preferences is None:
         return dummy_pack(pack.index) if is_baseline else pack
     is_kept = [(role == "mismatched") == is_baseline for role in pack.preferences.roles]

@@ -1,7 +1,7 @@
-"""Truncate, drop or split rows that do not fit into a pack (`data.overlong`).
+"""Truncate, drop or split rows that do not fit in a pack (`data.overlong`).
 
-By default, plain text is split at any token. A chat, or any other row with a prompt, is truncated: a part without a
-response would have no targets. Media items are never cut, and each of several responses keeps the complete prompt.
+By default, plain text is split at any token. Chats and other rows with a prompt are truncated, because a part without a
+response would have no targets. Media items are never cut, and each response of a preference row keeps the whole prompt.
 """
 
 import math
@@ -16,21 +16,32 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow, Sample, SampleId, Segment, segment_slices
 from omnizoo.data.token_fields import cut_piece, select
 
-COUNTERS = {"split": "split_overlong", "truncate": "truncated_overlong"}  # by method; dropped rows are counted apart
+# For each method, the field of `Counters` that counts the rows. Dropped rows are counted where they are dropped.
+COUNTERS = {"split": "split_overlong", "truncate": "truncated_overlong"}
 
 
 @dataclass(frozen=True)
 class SampleSplit:
-    """The samples of a row, and how the row was fitted into packs."""
+    """The samples of a row, and what was done to make them fit in packs."""
 
     samples: list[Sample]
-    counters: tuple[str, ...] = ()  # fields of `Counters` to increment; one for each document longer than a pack
-    few_targets: int = 0  # number of samples dropped because of `data.min_targets`
-    reason: str = ""  # why there are no samples
+    counters: tuple[str, ...] = ()  # field of `Counters` to increment, for each document longer than a pack
+    few_targets: int = 0  # number of samples that were dropped because of `data.min_targets`
+    reason: str = ""  # why there are no samples; empty if there are some
 
 
 def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: DataSection) -> SampleSplit:
-    """Return the samples of a row, each of at most `data.pack_tokens` tokens. Each document has its own samples."""
+    """Split or truncate a rendered row so that each sample has at most `data.pack_tokens` tokens.
+
+    If the row consists of several documents, each document becomes separate samples.
+
+    Args:
+        source: Index of the source.
+        epoch: Number of the epoch.
+        row: Number of the row in its source.
+        rendered: The rendered row.
+        data: The `data` section of the config.
+    """
     first = SampleId(source, epoch, row, part=0)
     if not rendered.documents:
         return _fit_document(first, rendered, data, data.min_targets)
@@ -47,20 +58,20 @@ def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: 
 
 
 def _documents(rendered: RenderedRow) -> Iterator[RenderedRow]:
-    """Yield the documents that another tool has packed into a row."""
+    """Yield each document of a row into which another tool has packed several."""
     for span in segment_slices(rendered.documents):
         document = replace(rendered, columns=select(rendered.columns, span), documents=())
         yield replace(document, is_prose=bool(document.is_target[1:].all()))
 
 
 def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min_targets: int) -> SampleSplit:
-    """Return the samples of a document, which is a row or a part of one.
+    """Split or truncate one document, which is a whole row or a part of one.
 
     Args:
         first: The id of the first sample.
         rendered: The document.
-        data: The settings of the data.
-        min_targets: Minimum number of targets of a sample.
+        data: The `data` section of the config.
+        min_targets: Minimum number of targets of a sample. Samples with fewer targets are dropped.
     """
     limit = data.pack_tokens
     method = ""
@@ -78,7 +89,7 @@ def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min
             rendered = truncated
 
     all_samples = list(split(first.source, first.epoch, first.row, rendered, limit, first.part))
-    # Every sample of a plain text has targets, from its second token on. A part of a chat may consist of prompt only.
+    # In plain text, all tokens except the first one of a sample are targets. A part of a chat may have none.
     is_split_chat = method == "split" and not rendered.is_prose
     min_targets = max(min_targets, int(is_split_chat))
     samples = [sample for sample in all_samples if not min_targets or num_targets(sample) >= min_targets]
@@ -93,7 +104,7 @@ def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min
 def fit_all_to_packs(
     source: int, epoch: int, row: int, samples: Sequence[RenderedRow], data: DataSection
 ) -> SampleSplit:
-    """Return the samples of a row that was rendered as several samples, numbered in order. See `fit_to_pack`."""
+    """Do the same as `fit_to_pack`, for a row that was rendered as several samples. They are numbered in order."""
     splits = [fit_to_pack(source, epoch, row, rendered, data) for rendered in samples]
     if len(splits) == 1:
         return splits[0]
@@ -110,10 +121,18 @@ def fit_all_to_packs(
 def split(
     source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int, first_part: int = 0
 ) -> Iterator[Sample]:
-    """Yield samples of at most `pack_tokens` tokens. Only rows without media and preferences are split.
+    """Split a rendered row into samples of at most `pack_tokens` tokens.
+
+    Args:
+        source: Index of the source.
+        epoch: Number of the epoch.
+        row: Number of the row in its source.
+        rendered: The rendered row.
+        pack_tokens: Maximum number of tokens of a sample.
+        first_part: Index of the first sample within its row.
 
     Raises:
-        BadRow: If a row with media or preferences is too long.
+        BadRow: If the row is too long and has media or preferences, because such rows are never split.
     """
     if len(rendered) > pack_tokens:
         _check_split(rendered, pack_tokens)
@@ -124,14 +143,14 @@ def split(
 
 
 def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
-    """Raise `BadRow` for an over-long row with media or preferences, which cannot be split."""
+    """Check that an over-long row can be split. Raises `BadRow` if it has media or preferences."""
     too_long = f"{len(rendered)} tokens are more than data.pack_tokens ({pack_tokens})"
     if rendered.items:
         in_sequence = [item for item in rendered.items if item.port.role != "follower"]
         largest = max(in_sequence, key=lambda item: item.size.num_placeholders, default=None)
         largest_item = ""
         if largest is not None:
-            largest_item = f" The largest item, {largest.media.name}, has {largest.size.num_placeholders}."
+            largest_item = f" The largest item, {largest.media.name}, has {largest.size.num_placeholders} tokens."
         raise BadRow(
             f"{too_long}, and rows with media are never split. Set data.overlong: truncate to truncate them."
             + largest_item
@@ -143,24 +162,27 @@ def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
 
 
 def num_targets(sample: Sample) -> int:
-    """Return the number of targets: target tokens, and placeholder tokens of media targets.
+    """Return the number of target tokens of a sample, including placeholder tokens of generated media.
 
-    If there are several responses, the one with the fewest target tokens counts.
+    In a sample with several responses, only the response with the fewest text targets counts.
     """
     media_targets = [item for item in sample.items if item.is_target and item.port.role != "follower"]
     num_placeholders = sum(item.size.num_placeholders for item in media_targets)
     is_target = sample.is_target
-    # No token precedes the first one of a segment, so it is not predicted.
+    # The first token of a segment is never predicted, because no token precedes it.
     num_tokens = [int(is_target[segment][1:].sum()) for segment in segment_slices(sample.lengths)]
     return num_placeholders + min(num_tokens)
 
 
 def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
-    """Return at most `limit` tokens from the start of a row; None if none of them is a target.
+    """Remove the end of a row so that at most `limit` tokens remain.
 
-    If the limit falls within a media item, the row ends before the item and its marks. If there are several responses,
-    the longest are cut first. Each response must keep the prompt, all media and at least one target, and responses
-    that differ must still differ. Otherwise, the result is None.
+    If the limit is inside a media item, the row ends before the item and its marks. If the row has several responses,
+    the longest ones are shortened first.
+
+    Returns:
+        The truncated row. None if it has no targets; or, in a row with several responses, if a response would lose a
+        part of the prompt, media or all its targets, or if different responses would become equal.
 
     Raises:
         BadRow: If a media item alone is longer than `limit`.
@@ -169,7 +191,7 @@ def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
         largest = max(rendered.items, key=lambda item: item.size.num_placeholders)
         raise BadRow(
             f"{len(rendered)} tokens are more than data.pack_tokens ({limit}), and truncation cannot help: the largest "
-            f"item, {largest.media.name}, has {largest.size.num_placeholders}"
+            f"item, {largest.media.name}, has {largest.size.num_placeholders} tokens"
         )
     if rendered.responses:
         return _truncate_responses(rendered, limit)
@@ -183,9 +205,9 @@ def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
 
 
 def _truncate_responses(rendered: RenderedRow, limit: int) -> RenderedRow | None:
-    """Truncate the longest responses.
+    """Shorten the longest responses of a row so that at most `limit` tokens remain.
 
-    Return None if a response would lose all targets or a media item, or become equal to another response.
+    Return None if a response would lose all its targets or a media item, or become equal to another response.
     """
     max_length = max_response_length(rendered.lengths, limit)
     is_kept = np.concatenate([np.arange(length) < max_length for length in rendered.lengths])
@@ -202,17 +224,17 @@ def _truncate_responses(rendered: RenderedRow, limit: int) -> RenderedRow | None
         stop = start + count
         is_end_mark_cut = stop not in response_ends and not is_kept[stop]
         if not is_kept[start:stop].all() or is_end_mark_cut:
-            return None  # cutting an item or its end mark changes the meaning of the response
+            return None  # without the whole item and its end mark, the response would have another meaning
     return truncated
 
 
 def _num_different(rendered: RenderedRow) -> int:
-    """Return the number of distinct responses."""
+    """Return the number of different responses."""
     return len({rendered.input_ids[segment].tobytes() for segment in segment_slices(rendered.lengths)})
 
 
 def max_response_length(lengths: Sequence[int], limit: int) -> int:
-    """Return the largest length such that responses cut to it have at most `limit` tokens in total."""
+    """Return the largest length to which responses can be cut so that they have at most `limit` tokens in total."""
     for num_shorter, length in enumerate(sorted(lengths)):
         share = limit // (len(lengths) - num_shorter)
         if length > share:
@@ -222,7 +244,12 @@ def max_response_length(lengths: Sequence[int], limit: int) -> int:
 
 
 def keep_tokens(rendered: RenderedRow, is_kept: npt.NDArray[np.bool_]) -> RenderedRow:
-    """Return the row with only the tokens selected by `is_kept`, `[tokens]`, and the items that are kept completely."""
+    """Return a row with only some of its tokens, and with the items whose tokens are all kept.
+
+    Args:
+        rendered: The row.
+        is_kept: `[tokens]`, whether to keep each token.
+    """
     new_index = np.cumsum(is_kept) - 1
     items = []
     for item in rendered.items:

@@ -1,4 +1,4 @@
-"""A pack as loader workers send it to ranks: concatenated samples, shifted labels, decoded media."""
+"""The `Pack` type. Loader workers build packs from samples and send them to their rank."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from omnizoo.modalities.item import MediaItem
 
 @dataclass(frozen=True)
 class Pack:
-    """Concatenated samples, without padding. A sample consists of one segment, or of one segment per response.
+    """Concatenated samples without padding, with decoded media.
+
+    A sample consists of one segment or, in a preference row, of one segment for each response.
 
     Labels are shifted: `labels[t]` is the token at position t + 1, or IGNORE_INDEX if that token is not a target or
     belongs to the next segment.
@@ -19,9 +21,9 @@ class Pack:
 
     index: int  # position of the pack in the run
     columns: Columns
-    lengths: list[int]  # [segments], in tokens
-    sample_ids: list[str]  # [segments], source/epoch/row/part, plus /role for preferences; empty for dummy packs
-    items: tuple[MediaItem, ...] = ()  # decoded; spans are (first token in the pack, number of tokens)
+    lengths: list[int]  # number of tokens of each segment
+    sample_ids: list[str]  # for each segment, source/epoch/row/part and, with preferences, /role; empty in dummy packs
+    items: tuple[MediaItem, ...] = ()  # media items; spans are (first token in the pack, number of tokens)
     preferences: Preferences | None = None  # role of each segment; None without preference rows
 
     @property
@@ -31,7 +33,7 @@ class Pack:
 
     @property
     def num_targets(self) -> int:
-        """The number of text tokens that are targets."""
+        """Number of text tokens that are targets."""
         return int((self.columns["labels"] != IGNORE_INDEX).sum())
 
 

@@ -1,24 +1,29 @@
-"""Combine samples of any length into packs of at most `pack_tokens` tokens. Nearly all packs are exactly full.
+"""Combine samples of any length into packs of at most `pack_tokens` tokens.
 
-The packs depend only on the samples and their order.
+Nearly all packs are exactly full. The packs depend only on the samples and their order.
 """
 
 from omnizoo.data.sample import Sample
 
-WINDOW = 256  # default window size in samples
-GROWTH = 32  # number of samples by which the default window grows with each pack at the start
+WINDOW = 256  # default number of samples in the window
+GROWTH = 32  # the default window starts with this number of samples, and each pack adds the same number
 
 
 class Packer:
-    """Best-fit packing over a window of samples.
+    """Selects the samples of each pack from a window of samples.
 
-    A pack consists of the oldest sample in the window and the samples that fill the rest of the pack best. If several
-    choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as the window
-    has samples.
+    A pack consists of the oldest sample in the window and of the samples that fill the rest of the pack best. If
+    several choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as the
+    window has samples.
 
-    The window has `look_ahead` samples. By default it has `WINDOW` samples, or more if these would not fill two packs.
-    The default window starts small and grows with every pack, because a run cannot start before every lane has produced
-    its first packs.
+    By default, the window starts small and grows with every pack, because a run cannot start before every lane has
+    produced its first packs.
+
+    Args:
+        pack_tokens: Maximum number of tokens of a pack.
+        look_ahead: Number of samples in the window. By default, it has `WINDOW` samples, or more if these would not
+            fill two packs.
+        packs: Number of packs that were produced before a resume.
     """
 
     def __init__(self, pack_tokens: int, look_ahead: int | None = None, packs: int = 0) -> None:
@@ -56,11 +61,14 @@ class Packer:
 
 
 def best_fill(lengths: list[int], room: int) -> list[int]:
-    """Return the indices, in ascending order, of a subset of lengths with the largest sum that is at most `room`.
+    """Choose lengths whose sum is as large as possible, but at most `room`.
 
     This is the subset sum problem. An integer represents the set of reachable sums: bit n is set if some subset sums to
-    n. One shift adds a sample to all subsets and takes about a microsecond. The search stops as soon as `room` is
+    n. One shift adds a length to all subsets and takes about a microsecond. The search stops as soon as `room` is
     filled exactly.
+
+    Returns:
+        The indices of the chosen lengths, in ascending order.
     """
     if sum(lengths) <= room:
         return list(range(len(lengths)))

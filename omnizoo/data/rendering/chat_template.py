@@ -1,4 +1,4 @@
-"""Render conversations with a chat template, within limits on time and memory."""
+"""Render conversations with a chat template. Its time and memory are limited, because it is an untrusted program."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,25 +16,24 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, Attrib
 # Limits for rendering one conversation. Real templates need far less.
 MAX_SECONDS = 2.0  # processor time
 MAX_MEMORY = 1 << 30  # bytes
-MAX_CHARACTERS = 1 << 24  # length of the text
+MAX_CHARACTERS = 1 << 24  # length of the rendered text
 
 
 class TemplateRefusal(BadRow):
-    """Raised if the chat template raises an error for a conversation."""
+    """Raised if the chat template reports an error for a conversation, for example because roles do not alternate."""
 
 
 class ChatTemplate:
-    """A chat template with the tools of one row. Renders conversations.
+    """A chat template with the tools of one row. Its methods render conversations.
 
-    Templates are untrusted programs that come with a tokenizer, so their time and memory are limited. If the template
-    raises an error, the row is a bad row. Invalid syntax, or exceeding a limit even for two short messages, raises a
-    `UserError`.
+    All methods raise `BadRow` if the template raises an error or exceeds a limit. They raise `UserError` if the syntax
+    of the template is invalid, or if it exceeds a limit even for two short messages.
 
     Args:
         source: The Jinja source of the template.
         tools: The tools of the row; None if there are none.
         special_tokens: Special tokens of the tokenizer by name, such as `bos_token`.
-        options: Other variables of the template (`data.template_options`).
+        options: Further variables for the template (`data.template_options`).
     """
 
     def __init__(
@@ -53,16 +52,24 @@ class ChatTemplate:
         return self._render(messages, prompt=prompt)[0]
 
     def render_tagged(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the spans of the {% generation %} tags."""
+        """Return the text of a conversation, and the spans of text inside {% generation %} tags."""
         return self._render(messages)
 
     def render_turns(self, messages: list[Message]) -> tuple[str, list[Span | None]]:
-        """Return the text of a conversation and the span that the template writes for each message, if it is known."""
+        """Return the text of a conversation, and the span of text that belongs to each message; None if unknown."""
         marked, _ = self._render(messages, marks_turns=True)
         return split_turns(marked, len(messages))
 
     def turns_of(self, messages: list[Message], text: str) -> list[Span | None]:
-        """Return the span that the template writes for each message of the rendered `text`; None if it is unknown."""
+        """Return the span of each message in a text that was rendered before.
+
+        Args:
+            messages: The messages.
+            text: The text from `render`.
+
+        Returns:
+            The span of each message; None if it is unknown.
+        """
         unknown: list[Span | None] = [None] * len(messages)
         if OPEN in text:
             return unknown
@@ -72,7 +79,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[Message], prompt: bool = False, marks_turns: bool = False
     ) -> tuple[str, list[Span]]:
-        """Return the text and its generation spans. Converts all errors to `BadRow` or `UserError`."""
+        """Return the text and its generation spans. Convert all errors of the template to `BadRow` or `UserError`."""
         try:
             text, spans = self._run(messages, prompt, marks_turns)
         except jinja2.TemplateSyntaxError as error:
@@ -83,13 +90,12 @@ class ChatTemplate:
             self._raise_exceeded(f"needs more than {MAX_SECONDS:g} s of processor time")
         except MemoryError:
             self._raise_exceeded(f"needs more than {MAX_MEMORY >> 20:,} MiB of memory")
-        except Exception as error:
-            # for example ZeroDivisionError or RecursionError
+        except Exception as error:  # such as ZeroDivisionError or RecursionError
             message = f"the chat template rejects these messages: {type(error).__name__}: {error}"
             raise TemplateRefusal(message) from error
         if len(text) > MAX_CHARACTERS:
             raise BadRow(
-                f"the chat template renders {len(text):,} characters, more than the limit of {MAX_CHARACTERS:,}"
+                f"the chat template writes {len(text):,} characters, more than the limit of {MAX_CHARACTERS:,}"
             )
         return text, spans
 
@@ -100,7 +106,12 @@ class ChatTemplate:
             return render_template(self.source, messages, variables, marks_turns)
 
     def _raise_exceeded(self, excess: str) -> NoReturn:
-        """Raise `UserError` if the template exceeds a limit even for two short messages, otherwise `BadRow`."""
+        """Raise the error for a template that has exceeded a limit.
+
+        Raises:
+            UserError: If the template exceeds the limit even for two short messages.
+            BadRow: If it exceeds the limit only for this row.
+        """
         turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
         try:
             self._run(turns)

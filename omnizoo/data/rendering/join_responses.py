@@ -1,4 +1,4 @@
-"""Join several responses to one prompt into one rendered row."""
+"""Join the responses of a preference row, each rendered with the prompt, into one rendered row."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +12,18 @@ from omnizoo.modalities.item import MediaItem
 
 
 def join_responses(responses: Sequence[tuple[str, RenderedRow]], trains_decoders: bool = True) -> RenderedRow:
-    """Join rows that share a prompt.
+    """Join rendered responses that share a prompt.
 
-    Each media item of the prompt gets a span in the prompt copy of each response, so that it is encoded only once.
-    The loss weights are 0 except for responses in `TRAINED_ROLES`, because per-token losses, such as cross entropy,
-    train on those only.
+    The result contains a copy of the prompt for each response. A media item of the prompt is encoded only once: it has
+    a span in each copy. Per-token losses, such as cross entropy, train only on responses in `TRAINED_ROLES`, so the
+    loss weights of other responses are 0.
 
     Args:
         responses: Role of each response, and the response rendered with its prompt.
         trains_decoders: Whether decoder losses train on the responses in `TRAINED_ROLES`.
 
     Returns:
-        One row with a segment per response.
+        One row with a segment for each response.
 
     Raises:
         BadRow: If the loss weight of a message is neither 0 nor 1.

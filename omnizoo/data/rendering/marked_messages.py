@@ -1,7 +1,7 @@
-"""Replace the data of a message with marks, to see where a chat template writes it.
+"""Replace the data of messages with marks, to find out where a chat template writes it.
 
-A mark is a word that occurs nowhere in the conversation, such as `mark0x3r0x`: message 3, the kind of the data,
-and the index of the tool call.
+A mark is a word that occurs nowhere in the conversation, such as `mark0x3r0x`. It consists of a prefix (`mark0x`), the
+index of the message (3), the kind of the data (`r`) and the index of the tool call (0).
 """
 
 import itertools
@@ -21,26 +21,26 @@ CLOSING = re.compile(r"^[<\[][|]?/")
 class Mark(NamedTuple):
     """A mark in a rendered text."""
 
-    message: int
-    kind: str
+    message: int  # index of the message
+    kind: str  # CONTENT, CALL or THOUGHT
     call: int  # index of the tool call; 0 for other data
-    start: int
-    stop: int
+    start: int  # first character in the text
+    stop: int  # character after the mark
 
 
 def unused_mark(text: str) -> str:
-    """Return a word that does not occur in a text, and from which marks can be built."""
+    """Return a prefix for marks that does not occur in a text."""
     marks = (f"mark{number}x" for number in itertools.count())
     return next(mark for mark in marks if mark not in text)
 
 
 def mark_message(message: Message, number: int, word: str) -> Message:
-    """Return a message whose content, reasoning and arguments are replaced with marks.
+    """Return a copy of a message whose content, reasoning and arguments of tool calls are replaced with marks.
 
     Args:
-        message: A message with its content as text.
-        number: Its index in the conversation.
-        word: The word from `unused_mark`.
+        message: The message, with its content as text.
+        number: Index of the message in the conversation.
+        word: The prefix of marks, from `unused_mark`.
     """
     marked = dict(message)
     if message["content"].strip():
@@ -55,12 +55,12 @@ def mark_message(message: Message, number: int, word: str) -> Message:
 
 
 def _mark(word: str, number: int, kind: str, call: int = 0) -> str:
-    """Return the mark of a message. See `Mark`."""
+    """Return the text of a mark."""
     return f"{word}{number}{kind}{call}x"
 
 
 def _mark_content(content: str, number: int, word: str) -> str:
-    """Replace the text between think tags, and the text around them, with marks. White space and tags are kept."""
+    """Replace the texts between think tags and around them with marks. Keep white space and the tags."""
     pieces = split_thoughts(content)
     marked = []
     for text, is_thought in pieces:
@@ -74,9 +74,13 @@ def _mark_content(content: str, number: int, word: str) -> str:
 
 
 def split_thoughts(content: str) -> list[tuple[str, bool]]:
-    """Split a content at its think tags. Return tags and texts, and whether each is reasoning or a tag around it.
+    """Split a content at its think tags.
 
-    Text before a closing tag without an opening one is reasoning: some templates write the opening tag themselves.
+    Text before a closing tag is reasoning even without an opening tag, because some templates write the opening tag
+    themselves.
+
+    Returns:
+        The texts and the tags in order, each with whether it is reasoning or a tag around reasoning.
     """
     pieces = THINK_TAG.split(content)
     last_close = max((i for i in range(1, len(pieces), 2) if CLOSING.match(pieces[i])), default=-1)
@@ -84,7 +88,7 @@ def split_thoughts(content: str) -> list[tuple[str, bool]]:
 
 
 def _mark_call(call: Any, mark: str) -> Any:
-    """Replace the strings in the arguments of a tool call with marks. Without strings, an argument is added."""
+    """Replace the strings in the arguments of a tool call with marks. If there are none, add an argument."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -100,7 +104,7 @@ def _mark_call(call: Any, mark: str) -> Any:
 
 
 def _mark_arguments(arguments: Any, mark: str) -> Any:
-    """Replace the strings in arguments with marks. Without strings, an argument is added to an object."""
+    """Replace the strings in arguments with marks. If an object has none, add an argument to it."""
     marked = _mark_strings(arguments, mark)
     if marked == arguments and isinstance(arguments, dict):
         return {**arguments, "argument": mark}
@@ -108,7 +112,7 @@ def _mark_arguments(arguments: Any, mark: str) -> Any:
 
 
 def _mark_strings(value: Any, mark: str) -> Any:
-    """Replace all strings in a value with a mark."""
+    """Replace all strings in a nested value with a mark."""
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
@@ -119,13 +123,13 @@ def _mark_strings(value: Any, mark: str) -> Any:
 
 
 def find_marks(text: str, word: str) -> list[Mark]:
-    """Return the marks in a text, in order."""
+    """Return all marks with the prefix `word` in a text, in order."""
     pattern = re.compile(f"{word}(\\d+)([{CONTENT}{CALL}{THOUGHT}])(\\d+)x")
     return [Mark(int(match[1]), match[2], int(match[3]), *match.span()) for match in pattern.finditer(text)]
 
 
 def mark_messages(messages: Sequence[Message], numbers: Sequence[int], word: str) -> list[Message]:
-    """Return the messages, of which those with the given numbers are marked."""
+    """Return copies of the messages, in which those with the given indices are marked (see `mark_message`)."""
     marked = list(messages)
     for number in numbers:
         marked[number] = mark_message(messages[number], number, word)

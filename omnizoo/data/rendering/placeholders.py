@@ -1,4 +1,4 @@
-"""Expand placeholder tokens to the size of media items, and map spans of characters to tokens."""
+"""Repeat placeholder tokens as often as media items need, and map spans of characters to tokens."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Positions = npt.NDArray[np.int64]  # indices or lengths of tokens
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A tokenized text before expansion: each run of placeholder tokens of a media item is still a single token."""
+    """A tokenized text in which each run of placeholder tokens of a media item is still a single token."""
 
     text: str
     ids: Ids  # [tokens]
@@ -33,22 +33,21 @@ def place(
 ) -> tuple[Ids, npt.NDArray[np.float32], tuple[MediaItem, ...], tuple[Span, ...]]:
     """Repeat each placeholder token to the length of its run, and set the spans of the items.
 
-    Tokens inside an item are not text targets: the decoder of the item predicts its placeholder tokens, and the text
-    between them (`MediaSize.layout`) is not predicted. The begin and end markers are ordinary text. The weights in
-    `tokens` are modified.
+    Tokens inside an item are not text targets: the decoder of the item predicts its placeholder tokens, and nothing
+    predicts the text between them (`MediaSize.layout`). The begin and end marks are ordinary text.
 
     Args:
-        tokens: The tokenized text.
+        tokens: The tokenized text. Its weights are changed in place.
         media: The items of the row and their texts.
         placeholders: Ids of the placeholder tokens of all modalities.
-        last_ids: Id of the last placeholder token of an item, for modalities where it differs from the others.
+        last_ids: For modalities whose last placeholder token of an item differs from the others, the id of that token.
 
     Returns:
-        The token ids `[tokens]`, the loss weights `[tokens]`, the items with their spans, and the [start, stop) tokens
-        of each item with its markers.
+        The token ids `[tokens]`, the loss weights `[tokens]`, the items with their spans, and the first token and the
+        stop of each item including its marks.
 
     Raises:
-        BadRow: If an item cannot be a target at its position, or a placeholder occurs outside the message contents.
+        BadRow: If an item cannot be a target at its position, or if a placeholder occurs outside the message contents.
     """
     ids = tokens.ids
     weights = tokens.weights
@@ -58,8 +57,8 @@ def place(
 
     lengths = np.ones(len(ids), np.int64)  # number of tokens that each token expands to
     positioned: list[tuple[MediaItem, Positions]] = []  # each item with the positions of its runs
-    with_markers, without_markers = _tokens_of_items(tokens, media)
-    ranges = iter(without_markers)
+    with_marks, without_marks = _tokens_of_items(tokens, media)
+    ranges = iter(without_marks)
     for item in media.items:
         if item.answer is not None:  # a follower has no placeholder tokens
             positioned.append((item, np.empty(0, np.int64)))
@@ -76,7 +75,7 @@ def place(
     starts = np.cumsum(lengths) - lengths
     stops = starts + lengths
     items = tuple(_with_spans(item, positions, starts, lengths) for item, positions in positioned)
-    item_spans = tuple((int(starts[first]), int(stops[last - 1])) for first, last in with_markers)
+    item_spans = tuple((int(starts[first]), int(stops[last - 1])) for first, last in with_marks)
     ids = np.repeat(ids, lengths)
     for item in items:
         if item.spans and item.port.modality in last_ids:
@@ -85,29 +84,41 @@ def place(
 
 
 def _with_spans(item: MediaItem, positions: Positions, starts: Positions, lengths: Positions) -> MediaItem:
-    """Return an item with the spans of its non-empty runs."""
+    """Return an item with the spans of its runs, except empty ones.
+
+    Args:
+        item: The item.
+        positions: Indices of its placeholder tokens before they are repeated.
+        starts: For each token before the repetition, its first token afterwards.
+        lengths: For each token before the repetition, its number of tokens afterwards.
+    """
     spans = [(int(starts[position]), int(lengths[position])) for position in positions if lengths[position]]
     return replace(item, spans=tuple(spans))
 
 
 def _check_target(item: MediaItem, positions: Positions, weights: npt.NDArray[np.float32]) -> None:
-    """Check that the model can generate an item at its placeholder tokens. Raises `BadRow` otherwise."""
+    """Check that an item can be a target at the position of its placeholder tokens. Raises `BadRow` if it cannot."""
     name = item.media.name
     if positions[0] == 0:
         raise BadRow(
             f"{name} is the first token of the sample, so it cannot be predicted. Set a begin mark for the modality."
         )
     if not weights[positions].all():
-        raise BadRow(f"{name} is a target outside the generated part of the chat template. {TAGS_HINT}")
+        raise BadRow(f"{name} is a target, but the chat template writes it outside the response. {TAGS_HINT}")
     if (weights[positions] != 1).any():
-        raise BadRow(f"{name} is a target, but only text supports a `weight` other than 0 and 1")
+        raise BadRow(f"{name} is a target with a `weight` other than 0 and 1, which only text targets support")
 
 
 def _place_runs(item: MediaItem, positions: Positions, lengths: Positions) -> list[tuple[MediaItem, Positions]]:
     """Write the length of each run of an item to `lengths`.
 
+    Args:
+        item: The item.
+        positions: Indices of the placeholder tokens of its runs.
+        lengths: Number of tokens that each token is repeated to. It is changed in place.
+
     Returns:
-        The item and the items nested in it, each with the positions of its runs.
+        The item and the items nested in it, each with the indices of the placeholder tokens of its runs.
     """
     layout = item.size.layout or (item.size.num_placeholders,)
     runs = [run for run in layout if not isinstance(run, str)]
@@ -122,7 +133,7 @@ def _place_runs(item: MediaItem, positions: Positions, lengths: Positions) -> li
 
 
 def locate_followed(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> tuple[MediaItem, ...]:
-    """Set the spans of followers, which depend on the spans of all other items, and return all items."""
+    """Return the items with the spans of followers, which depend on the spans of all other items."""
 
     def with_spans(item: MediaItem) -> MediaItem:
         module = find_module(media.notation.modalities, item.port)
@@ -137,9 +148,9 @@ def locate_followed(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> 
 
 
 def _tokens_of_items(tokens: TokenizedText, media: RowMedia) -> tuple[list[Span], list[Span]]:
-    """Return the token range of each item with placeholder tokens: with its begin and end markers, and without them."""
-    with_markers = []
-    without_markers = []
+    """Return the token ranges of all items with placeholder tokens: with their begin and end marks, and without."""
+    with_marks = []
+    without_marks = []
     stop = 0
     for item, item_text in zip(media.items, media.texts, strict=True):
         if item.answer is not None:
@@ -149,22 +160,26 @@ def _tokens_of_items(tokens: TokenizedText, media: RowMedia) -> tuple[list[Span]
             raise BadRow(MOVED.format(name=item.media.name))
         stop = start + len(item_text)
         modality = media.notation.modalities[item.media.modality]
-        with_markers.append((start, stop))
-        without_markers.append((start + len(modality.begin), stop - len(modality.end)))
-    if not without_markers:
+        with_marks.append((start, stop))
+        without_marks.append((start + len(modality.begin), stop - len(modality.end)))
+    if not without_marks:
         return [], []
 
-    # Special tokens that the tokenizer adds have offsets (0, 0), also at the end. Make the offsets monotonic.
-    monotonic = np.maximum.accumulate(np.array(tokens.offsets), axis=0)
-    offsets = [(int(start), int(stop)) for start, stop in monotonic]
-    return tokens_of_spans(offsets, with_markers), tokens_of_spans(offsets, without_markers)
+    # Special tokens that the tokenizer adds have the offsets (0, 0), even at the end. Make the offsets increasing.
+    increasing = np.maximum.accumulate(np.array(tokens.offsets), axis=0)
+    offsets = [(int(start), int(stop)) for start, stop in increasing]
+    return tokens_of_spans(offsets, with_marks), tokens_of_spans(offsets, without_marks)
 
 
 def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
     """Return the range of tokens that overlap each span of characters. Empty spans are omitted.
 
-    Offsets may exclude white space around a token, and one character may consist of several tokens. Therefore a token
-    is taken to begin where the previous token ends, or earlier.
+    Offsets may exclude the white space before a token, and several tokens may encode one character. Each token is
+    therefore treated as if it began where the previous token ends, unless it begins earlier.
+
+    Args:
+        offsets: The first character and the stop of each token.
+        spans: The first character and the stop of each span.
     """
 
     def begin(token: int) -> int:

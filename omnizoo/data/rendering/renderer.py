@@ -1,8 +1,8 @@
 """Render a row to token ids, labels, loss weights, and media items with their spans.
 
-The chat template of the tokenizer renders chat rows, and the whole text is tokenized once. The characters that are
-targets are found by rendering variants of the conversation, never by searching for the contents in the text. The text
-of a media item has one placeholder for each run of placeholder tokens, which is repeated after tokenization.
+A chat row is rendered with the chat template of the tokenizer, and the whole text is tokenized once. The characters
+that are targets are found by rendering variants of the conversation, never by searching for the contents in the text.
+In the text, a run of placeholder tokens of a media item is a single placeholder; it is repeated after tokenization.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,18 +38,18 @@ from omnizoo.modalities.item import Ids, MediaItem
 from omnizoo.modalities.media import BadMedia
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
-HERE = MediaFolder(Path(), None)
+HERE = MediaFolder(Path(), None)  # finds media files relative to the working directory
 DEFAULT_THINKING = Thinking()
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row split for generation: the prompt (everything before the last response), and that response."""
+    """A row that is split for generation into a prompt and the expected response."""
 
-    prompt: RenderedRow
+    prompt: RenderedRow  # everything before the last response
     shown: str  # the prompt as readable text
-    expected: str | None  # the response as the chat template writes it, without special tokens; None if there is none
-    expected_items: tuple[MediaItem, ...] = ()  # media of the response that decoders generate
+    expected: str | None  # the last response as rendered, without special tokens; None if there is none
+    expected_items: tuple[MediaItem, ...] = ()  # media in the last response that decoders generate
 
 
 class Renderer:
@@ -77,24 +77,25 @@ class Renderer:
             tokenizer: A fast tokenizer.
             append_eos: Whether plain texts end with the end-of-sequence token.
             modalities: The modalities of the model by name.
-            positions: Computes the position ids, for models whose positions depend on media.
+            positions: Computes the position ids, for models whose positions depend on media; None if the positions are
+                0, 1, 2, ...
             seed: Seed of the random numbers of media items.
-            ignore: Names and patterns of fields that may be dropped.
+            ignore: Names and patterns of fields that may be dropped (`data.ignore`).
             reserved: Ids of placeholder tokens for media that this run does not provide. They must not occur in texts.
             preferences: Whether preference rows are refused, allowed or required.
             labeled_responses: Whether labeled responses (KTO) are accepted.
             schemas: Format settings of each source.
-            trains_decoders: Whether decoder losses train on the preferred responses of preference rows.
-            turns: The format of turns for a model that has speakers and generates no text.
-            thinking: Treatment of the reasoning of assistant messages.
+            trains_decoders: Whether decoder losses train on the chosen responses of preference rows.
+            turns: The format of turns, for a speech model that has speakers and generates no text.
+            thinking: The settings for reasoning in assistant messages.
 
         Raises:
             UserError: If the tokenizer is slow, or lacks a special token of a modality.
         """
         if not tokenizer.is_fast:
             raise UserError(
-                f"{tokenizer.name_or_path}: the tokenizer is slow ({type(tokenizer).__name__}), so the characters of "
-                "its tokens are unknown. Convert it to a fast tokenizer (tokenizer.json)."
+                f"{tokenizer.name_or_path}: the tokenizer ({type(tokenizer).__name__}) is not a fast tokenizer, so it "
+                "cannot tell which characters belong to a token. Convert it to a fast tokenizer (tokenizer.json)."
             )
         self.tokenizer = tokenizer
         self.append_eos = append_eos
@@ -117,8 +118,9 @@ class Renderer:
         for modality in modalities.values():
             if modality.follower is not None:
                 modality.follower.read_with(tokenizer)
-        self.conventions: dict[str, Conventions] = {}  # by source of the chat template
+        self.conventions: dict[str, Conventions] = {}  # keyed by the Jinja source of the chat template
         self.schemas = schemas
+        # Modalities with an encoder, and modalities with a decoder.
         self.encoded = [name for name, modality in modalities.items() if modality.encoder is not None]
         self.decoded = [name for name, modality in modalities.items() if modality.decoder is not None]
 
@@ -128,7 +130,7 @@ class Renderer:
         added = self.tokenizer.get_added_vocab()
         for name, modality in modalities.items():
             if modality.follower is not None and modality.encoder is None:
-                continue  # it has no tokens in the sequence
+                continue  # a follower has no tokens in the sequence
             optional_marks = filter(None, (modality.begin, modality.end, modality.last))
             for mark in (modality.placeholder, *modality.marks, *optional_marks):
                 if mark not in added:
@@ -140,7 +142,7 @@ class Renderer:
         return sorted({added[modality.placeholder] for modality in modalities.values() if modality.placeholder})
 
     def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> RenderedRow:
-        """Render a row that gives one sample. See `render_samples`."""
+        """Render a row for training, if it becomes a single sample. See `render_samples` for the arguments."""
         (sample,) = self.render_samples(row, key, find)
         return sample
 
@@ -152,7 +154,7 @@ class Renderer:
         other: Row | None = None,
         find_other: Find = HERE.find,
     ) -> list[RenderedRow]:
-        """Render a row for training. A conversation gives several samples if turns must be the last one of a sample.
+        """Render a row for training.
 
         Args:
             row: The row.
@@ -160,6 +162,10 @@ class Renderer:
             find: Returns the media files that the row refers to.
             other: A row whose responses are also paired with the prompt of this row, for the KTO baseline.
             find_other: Returns the media files that `other` refers to.
+
+        Returns:
+            The samples of the row. A conversation has several samples if the chat template drops the reasoning of
+            earlier turns (`data.thinking: template`).
 
         Raises:
             BadRow: If the row cannot be used.
@@ -191,7 +197,10 @@ class Renderer:
         return [join_responses(rendered, self.trains_decoders)]
 
     def _choices(self, row: Row) -> list[TurnChoice | None]:
-        """Return the samples of a row: the messages that each contains and trains on; None for the whole row."""
+        """Choose the samples of a row, as the messages that each of them contains and trains on.
+
+        The only entry is None if the row is not split, so that one sample contains the whole row.
+        """
         field = next(name for name in CONVERSATION if name in row)
         if field == "text" or self.turns is not None or not _may_contain_reasoning(row[field]):
             return [None]
@@ -202,10 +211,17 @@ class Renderer:
         return list(choices) if len(choices) > 1 or choices[0].stop < len(messages) else [None]
 
     def format_of(self, row: Row, source: int) -> tuple[str, str]:
-        """Return the name of the format of a row and the reason for the match; two empty strings if no rule matches.
+        """Detect the format of a row.
+
+        Args:
+            row: The row.
+            source: Index of its source.
+
+        Returns:
+            The name of the format and the reason for the match; two empty strings if no format matches.
 
         Raises:
-            BadRow: If several rules match.
+            BadRow: If several formats match.
         """
         present = self.fields.present(row)
         if self.fields.has_preference(present):
@@ -235,10 +251,10 @@ class Renderer:
             schema: Format settings of the source.
         """
         if schema.format == "preference":
-            schema = replace(schema, format=None)  # `check_conversation` then reports what is missing
+            schema = replace(schema, format=None)  # `check_conversation` then reports which fields are missing
         not_ignored = {name: value for name, value in row.items() if name not in self.fields.ignored}
         parsed = parse_row(not_ignored, present, self.encoded, self.decoded, schema)
-        # An empty conversation has its own error message.
+        # If the conversation is empty, return it, because later checks have a specific error message for this case.
         if parsed is None and any(name in present for name in CONVERSATION):
             return ParsedRow("", "", present)
         return parsed
@@ -271,7 +287,7 @@ class Renderer:
 
         is_target = weights > 0
         if not is_target[1:].any() and not any(item.is_target for item in items):
-            raise BadRow("no targets: no token except possibly the first one contributes to the loss")
+            raise BadRow("no targets: no token contributes to the loss (the first token never does)")
         has_unit_weights = bool((weights[is_target] == 1).all())
         columns = make_columns(
             input_ids=ids,
@@ -305,7 +321,7 @@ class Renderer:
             reserved_ids = np.intersect1d(tokens.ids, self.reserved)
             if len(reserved_ids):
                 token = self.tokenizer.convert_ids_to_tokens(int(reserved_ids[0]))
-                raise BadRow(f"the text contains {token!r}, a placeholder for media that this model does not get")
+                raise BadRow(f"the text contains {token!r}, a placeholder for media that this run does not use")
         if "weight" in row:
             weight = read_weight(row["weight"], "`weight`")
             if not weight:
@@ -317,9 +333,12 @@ class Renderer:
         """Render a prompt for generation.
 
         Args:
-            value: The messages of a conversation. A string is one user message or, without a chat template, a text to
-                continue.
+            value: The messages of a conversation, or a text. A text is a user message or, if the tokenizer has no chat
+                template, the beginning of a text to continue.
             find: Returns the media files that the messages refer to.
+
+        Returns:
+            The prompt, without labels.
 
         Raises:
             BadRow: If the messages cannot be rendered.
@@ -340,7 +359,8 @@ class Renderer:
     def question(self, row: Row, find: Find = HERE.find, schema: SourceSchema = DEFAULT_SCHEMA) -> Question:
         """Split a row into a prompt for generation and the expected response.
 
-        The response consists of the last messages of the assistant. For plain text, it is the second half of the text.
+        The expected response consists of the last messages of the assistant. If the row is a plain text without a
+        prompt, it is the second half of the text.
 
         Args:
             row: The row.
@@ -366,7 +386,7 @@ class Renderer:
         return self._chat_question(parsed.row, field, media)
 
     def _chat_question(self, row: Row, field: str, media: RowMedia) -> Question:
-        """Split a conversation into its prompt and the last messages of the assistant."""
+        """Do the same as `question`, for a row with messages in `field`."""
         template, messages = self._read_chat(row, field)
         media.place_untagged(messages)
         num_prompt = len(messages)
@@ -385,7 +405,7 @@ class Renderer:
             message["content"] = media.write(message.get("content"), is_response, f"`content` of message {number}")
             if not is_response:
                 num_items = len(media.items)
-        media.check_counts()  # for the whole row, because columns also contain the items of the response
+        media.check_counts()  # after all messages, because media columns also contain the items of the response
         expected = self._expected_text(template, messages, num_prompt, media, num_items) if response else None
         expected_items = tuple(item for item in media.items[num_items:] if item.port.role == "decoder")
         media.items = media.items[:num_items]
@@ -395,7 +415,7 @@ class Renderer:
     def _expected_text(
         self, template: ChatTemplate, messages: list[Message], num_prompt: int, media: RowMedia, num_items: int
     ) -> str:
-        """Return the last messages as the model generates them, without special tokens. Media are `[modality]`.
+        """Return the text that the model should generate, without special tokens. Media are written as `[modality]`.
 
         Args:
             template: The chat template.
@@ -415,12 +435,12 @@ class Renderer:
         return expected + self._without_special_tokens(response)
 
     def _without_special_tokens(self, text: str) -> str:
-        """Return a text as it is decoded from generated tokens."""
+        """Remove special tokens from a text by encoding and decoding it."""
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
-        """Split a plain text after its prompt, or in the middle if it has no prompt."""
+        """Do the same as `question`, for a plain text. It is split after its prompt, or in the middle without one."""
         content = row["text"]
         words = content.split(" ") if isinstance(content, str) else []
         if media.columns or len(words) < 2:
@@ -435,18 +455,18 @@ class Renderer:
         return self._prompt(text, media)
 
     def _prompt(self, text: str, media: RowMedia, add_special_tokens: bool = False) -> RenderedRow:
-        """Tokenize a prompt and expand its placeholder tokens. The result has no labels."""
+        """Tokenize a prompt, and repeat the placeholder tokens of its media. The result has no labels."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         weights = np.ones(len(encoding), np.float32)
         token_ids = np.array(encoding.ids, np.int32)
         tokens = TokenizedText(text=text, ids=token_ids, offsets=encoding.offsets, weights=weights)
         ids, _, items, _ = place(tokens, media, self.placeholders, self.last)
-        items = tuple(item for item in items if item.answer is None)  # followers do not use earlier messages
+        items = tuple(item for item in items if item.answer is None)  # drop followers, which do not use the prompt
         columns = make_columns(input_ids=ids, position_ids=self._positions(ids, items))
         return RenderedRow(columns, items)
 
     def _positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any] | None:
-        """Return the position ids `[rows, tokens]`, or None if the positions are 0, 1, 2, ..."""
+        """Return the position ids, `[rows, tokens]`; None if the positions are 0, 1, 2, ..."""
         if self.positions is None:
             return None
         try:
@@ -460,16 +480,16 @@ class Renderer:
     def token_rows(self) -> TokenRowRenderer:
         """Renderer of pre-tokenized rows."""
         if self.turns is not None:
-            raise BadRow("pre-tokenized rows are texts, but this model does not generate text")
+            raise BadRow("pre-tokenized rows have text targets, but this model does not generate text")
         positions = partial(self._positions, items=())
         return TokenRowRenderer(self.tokenizer, [*self.placeholders, *self.reserved], positions)
 
     def end_of_turn(self) -> list[int]:
-        """Return a list with the id of the token that ends a response, or an empty list if there is none.
+        """Return a list with the id of the token that ends a response; an empty list if there is no such token.
 
-        It is the first added token after the response (`<|im_end|>`, `<|eot_id|>`, `</s>`) in a conversation that the
-        chat template renders. Tokenizers often have no name for it. In some templates, a turn ends only where the next
-        one begins, so a conversation with a further message is tried as well.
+        It is the first special token after the response in a rendered test conversation, such as `<|im_end|>`,
+        `<|eot_id|>` or `</s>`. It must be found this way, because many tokenizers do not declare it. Some templates
+        write it only before the next message, so a second test conversation has a further message.
         """
         if not self.tokenizer.chat_template:
             return []
@@ -500,7 +520,7 @@ class Renderer:
         return ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
 
     def _conventions(self, template: ChatTemplate) -> Conventions:
-        """Return the conventions of a template. They are cached for all rows."""
+        """Return the conventions of a template, from the cache if possible."""
         if template.source not in self.conventions:
             self.conventions[template.source] = Conventions(template.source, self.special_tokens)
         return self.conventions[template.source]
@@ -528,8 +548,8 @@ class Renderer:
             messages: The messages. Their `loss` keys are removed.
             media: Collects the media items.
             find_response: Returns the media files that the response of a preference row refers to.
-            num_response: Number of last messages that form the response of a preference row; 0 for other rows.
-            stop: Number of first messages whose media items are collected; None for all.
+            num_response: Number of messages at the end that form the response of a preference row; 0 for other rows.
+            stop: Number of messages, from the first one, whose media items are collected; None for all.
 
         Returns:
             The loss weight of each message; 0 if it is not trained on.
@@ -545,7 +565,7 @@ class Renderer:
                 num_kept = len(media.items)
             media.begin(message["role"])
             message["content"] = media.write(message.get("content"), weight > 0, f"`content` of message {number}")
-        media.check_counts()  # for the whole row, because columns also contain the items of later messages
+        media.check_counts()  # after all messages, because media columns also contain the items of later messages
         if num_kept is not None:
             media.items = media.items[:num_kept]
             media.texts = media.texts[:num_kept]
@@ -554,7 +574,7 @@ class Renderer:
     def _render_text(self, row: Row, media: RowMedia, prompt: str) -> TokenizedText:
         """Tokenize the `text` of a row. All tokens are targets, except those of `prompt` at its beginning."""
         content = row["text"]
-        # In a row without media columns, tags such as <image> are plain text.
+        # If the row has no media columns, tags such as <image> are plain text.
         is_plain = isinstance(content, str) and not media.columns
         text = media.text(content) if is_plain else media.write(content, True, "`text`")
         media.check_counts()
@@ -562,20 +582,22 @@ class Renderer:
             raise BadRow("`text` is empty")
         text, _ = media.widen(text)
         if prompt and media.columns:
-            raise BadRow("a preference row of plain texts cannot have media. Use messages.")
+            raise BadRow("a row with a prompt as plain text cannot have media. Use `messages`.")
 
         encoding = self.backend.encode(text)
         ids = encoding.ids
-        offsets = encoding.offsets if media.items else []  # listing the offsets is slow
+        offsets = encoding.offsets if media.items else []  # read them only if needed, because this is slow
         weights = np.ones(len(ids), np.float32)
         if prompt:
-            ends = np.maximum.accumulate([end for _, end in encoding.offsets])  # added special tokens have offset 0
+            # Special tokens that the tokenizer adds have the offset 0. Make the offsets increasing.
+            ends = np.maximum.accumulate([end for _, end in encoding.offsets])
             weights[ends <= len(prompt)] = 0
         if self.append_eos:
             eos = self.tokenizer.eos_token_id
             if eos is None:
                 raise UserError(
-                    f"data.append_eos: the tokenizer {self.tokenizer.name_or_path} has no eos token. Set it to false."
+                    f"data.append_eos: the tokenizer {self.tokenizer.name_or_path} has no end-of-sequence token. Set "
+                    "data.append_eos: false."
                 )
             if ids[-1:] != [eos]:
                 ids.append(eos)
@@ -614,7 +636,7 @@ class Renderer:
         return TokenizedText(text=text, ids=np.array(encoding.ids, np.int32), offsets=offsets, weights=weights)
 
     def _tokens_of_turns(self, text: str) -> TokenizedText:
-        """Tokenize the turns of speakers. Only placeholder tokens get a weight, because text is never a target."""
+        """Tokenize the turns of speakers. Only placeholder tokens are targets."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         weights = np.isin(ids, self.placeholders).astype(np.float32)
@@ -622,7 +644,7 @@ class Renderer:
 
 
 def _may_contain_reasoning(messages: Any) -> bool:
-    """Whether a message may contain reasoning: a quick check of messages in any convention, which may be wrong."""
+    """Whether messages in any convention may contain reasoning. This is a quick check that may be wrongly true."""
     text = str(messages).lower()
     return "think" in text or "reasoning" in text
 
@@ -633,7 +655,7 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def plain(content: Any) -> str:
-    """Return the content of a message as readable text. Media items are shown by type, such as `[image]`."""
+    """Return the content of a message as readable text. A media item is written as its type, such as `[image]`."""
     if not isinstance(content, list):
         return str(content or "")
     parts = [part for part in content if isinstance(part, dict)]

@@ -1,9 +1,11 @@
-"""Find the characters of a rendered conversation that are targets.
+"""Find the characters of a rendered conversation that are targets: the text that the model generates.
 
-Templates with {% generation %} tags mark the text of the assistant. For other templates, the text that the loop over
-the messages writes for a response is found by marks (`template_sandbox.py`). The response begins where the text departs
-from the generation prompt, and ends with its turn. Renderings in which the data is replaced with marks show that it
-contains all data of the message, and nothing else.
+Some templates mark the text of the assistant with {% generation %} tags. For other templates, the text of each message
+(its turn) is found with marks that the loop over the messages writes (`template_sandbox.py`). A response begins where
+its turn differs from the generation prompt, and ends at the end of the turn.
+
+The result is checked by rendering the conversation again with the data of the messages replaced by marks. The span of
+a response must contain all marks of its message.
 """
 
 import re
@@ -18,8 +20,8 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import Message
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-UNFINISHED_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
-Marked = tuple[str, list[Span | None], list[Mark]]  # a text, the spans of its messages, and its marks
+UNFINISHED_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")  # the beginning of a tag at the end of a text
+Marked = tuple[str, list[Span | None], list[Mark]]  # a rendered text, the span of each message, and the marks in it
 TAGS_HINT = "Add {% generation %} tags around the responses to the chat template."
 
 
@@ -30,7 +32,7 @@ def target_spans(
 
     Args:
         template: The chat template.
-        messages: The messages, without loss keys.
+        messages: The messages, without the keys that set loss weights.
         weights: The loss weight of each message; 0 if it is not trained on.
 
     Returns:
@@ -53,7 +55,7 @@ def target_spans(
 def _tagged_spans(
     template: ChatTemplate, messages: list[Message], weights: Sequence[float]
 ) -> tuple[str, list[tuple[Span, float]]]:
-    """Find the targets of a template with {% generation %} tags. See `target_spans`."""
+    """Do the same as `target_spans`, for a template with {% generation %} tags."""
     text, tagged = template.render_tagged(messages)
     responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     distinct_weights = {weights[i] for i in responses} or {1.0}
@@ -73,7 +75,13 @@ def _tagged_spans(
 
 
 class ResponseFinder:
-    """Finds the text that the model generates for the assistant messages of one conversation."""
+    """Finds the spans of the assistant messages in one rendered conversation.
+
+    Args:
+        template: The chat template.
+        messages: The messages, without the keys that set loss weights.
+        text: The rendered conversation.
+    """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], text: str) -> None:
         self.template = template
@@ -82,7 +90,10 @@ class ResponseFinder:
         self.word = unused_mark(text)
 
     def find(self, responses: list[int]) -> dict[int, Span]:
-        """Return the span of each response, by its index.
+        """Return the span of each response, keyed by the index of its message.
+
+        Args:
+            responses: Indices of the assistant messages to find.
 
         Raises:
             BadRow: If a span is ambiguous, or does not contain all data of its message.
@@ -104,7 +115,15 @@ class ResponseFinder:
         return spans | self._find_by_prefixes(missing)
 
     def _start(self, i: int, turn: Span) -> int | None:
-        """Return where response `i` departs from the prompt that the model receives for it; None if it is unknown."""
+        """Return the character where response `i` begins: where its turn differs from the prompt of the model.
+
+        Args:
+            i: Index of the message.
+            turn: Span of the message, with its header.
+
+        Returns:
+            The index of the character; None if it is unknown.
+        """
         if i == 0:  # most templates cannot render an empty conversation
             return None
         begin, end = turn
@@ -112,7 +131,7 @@ class ResponseFinder:
             prompt = self.template.render(self.messages[:i], prompt=True)
             if prompt.startswith(self.text[:begin]):
                 header = prompt[begin:]
-            else:  # the template writes earlier turns in another way
+            else:  # the template writes earlier turns differently if they are followed by a generation prompt
                 unprompted = self.template.render(self.messages[:i])
                 if not prompt.startswith(unprompted):
                     return None
@@ -129,7 +148,11 @@ class ResponseFinder:
         return begin + shared
 
     def _start_after_prefix(self, i: int) -> int | None:
-        """Return where response `i` departs from its prompt, if the messages before it are written as a prefix."""
+        """Return the character where response `i` begins, without using its turn.
+
+        The conversation up to the response, with a generation prompt, is compared with the whole text. Return None if
+        the text does not begin with the conversation up to the response.
+        """
         try:
             prompt = self.template.render(self.messages[:i], prompt=True)
             unprompted = self.template.render(self.messages[:i])
@@ -141,9 +164,10 @@ class ResponseFinder:
         return start if start > len(unprompted) else None
 
     def _start_of_data(self, i: int, turn: Span) -> int:
-        """Return where the data of response `i` begins, for a template without a generation prompt.
+        """Return the character where response `i` begins, for a template without a generation prompt.
 
-        The text before it is the same for all responses: if there are tool calls or reasoning, also for one without.
+        The header of a response is the text that stays the same if the data of the message is replaced, or if its tool
+        calls and its reasoning are removed. The response begins after this header.
         """
         message = self.messages[i]
         plain = {name: value for name, value in message.items() if name not in (*REASONING, "tool_calls")}
@@ -163,23 +187,28 @@ class ResponseFinder:
 
     @cached_property
     def all_marked(self) -> Marked | None:
-        """The conversation with marks in all messages; None if the template rejects it."""
+        """The conversation rendered with marks in all messages; None if the template rejects it."""
         try:
             return self._marked(range(len(self.messages)))
         except TemplateRefusal:
             return None
 
     def _marked(self, numbers: Sequence[int], stop: int | None = None) -> Marked:
-        """Render the first `stop` messages, of which some are marked. Return the text, its turns and its marks."""
+        """Render the conversation with marks in place of the data of some messages.
+
+        Args:
+            numbers: Indices of the messages to mark.
+            stop: Number of messages to render, from the first one; None for all.
+        """
         marked = mark_messages(self.messages, numbers, self.word)[:stop]
         text, turns = self.template.render_turns(marked)
         return text, turns, find_marks(text, self.word)
 
     def _shared_turns(self, responses: list[int]) -> list[int]:
-        """Return the responses whose turns also contain later messages, such as the results of their tool calls.
+        """Return those responses whose turns also contain later messages, such as the results of their tool calls.
 
         Raises:
-            BadRow: If a response continues after such a message.
+            BadRow: If a turn contains data of its own message after a later message.
         """
         if self.all_marked is None:
             return []
@@ -203,23 +232,31 @@ class ResponseFinder:
         text, _, marks = self._marked([i])
         beginning, _, marks_of_beginning = self._marked([i], stop=i + 1)
         if not marks or len(marks) != len(marks_of_beginning):
-            raise BadRow(f"the position of message {i} in the chat template's output is ambiguous. {TAGS_HINT}")
+            raise _ambiguous(i)
         after = text[marks[-1].stop :]
         after_in_beginning = beginning[marks_of_beginning[-1].stop :]
         end_of_turn = commonprefix([after, after_in_beginning]).rstrip()  # noqa: RUF071 (no paths)
         stop = len(self.text) - len(after) + len(end_of_turn)
         if not self.text.endswith(after) or stop < start:
-            raise BadRow(f"the position of message {i} in the chat template's output is ambiguous. {TAGS_HINT}")
+            raise _ambiguous(i)
         return start, stop
 
     def _check_marks(self, spans: dict[int, Span], turns: list[Span | None]) -> None:
-        """Check that the spans contain all data of their messages. Raises `BadRow` otherwise.
+        """Check that each span contains all data of its message.
 
-        With marks in place of the data, the text before and after the span must stay the same.
+        The conversation is rendered with marks in place of the data. All marks of a message must be inside its span.
+
+        Args:
+            spans: The span of each response, keyed by the index of its message.
+            turns: The span of each message with its header.
+
+        Raises:
+            BadRow: If a mark is outside the span of its message.
         """
         if not spans or self.all_marked is None or not self._find_scattered(self.all_marked, spans, turns):
             return
-        # Marks in the other messages may change how the template writes a response.
+        # Marks in other messages may change how the template writes a response. Check again with marks in the responses
+        # only.
         try:
             scattered = self._find_scattered(self._marked(list(spans)), spans, turns)
         except TemplateRefusal:
@@ -228,24 +265,30 @@ class ResponseFinder:
             raise _scattered(scattered[0], self.messages[scattered[0]])
 
     def _find_scattered(self, marked: Marked, spans: dict[int, Span], turns: list[Span | None]) -> list[int]:
-        """Return the responses that have marks outside of their spans."""
+        """Return the responses that have marks outside their spans.
+
+        Args:
+            marked: The rendered conversation with marks.
+            spans: The span of each response in the conversation without marks.
+            turns: The span of each message in the conversation without marks.
+        """
         text, marked_turns, marks = marked
         scattered = []
         for i, (start, stop) in spans.items():
-            own_marks = [mark for mark in marks if mark.message == i]
+            marks_of_response = [mark for mark in marks if mark.message == i]
             turn = turns[i]
             marked_turn = marked_turns[i]
-            if not own_marks:
-                continue  # other checks find out what the template drops
+            if not marks_of_response:
+                continue  # the template drops the message; `Conventions.check` reports this
             assert turn is not None
             header = self.text[turn[0] : start]
             if marked_turn is None or not text.startswith(header, marked_turn[0]):
                 scattered.append(i)
                 continue
             first, last = marked_turn[0] + len(header), marked_turn[1]
-            if stop < turn[0] + len(self.text[turn[0] : turn[1]].rstrip()):  # a turn with later messages
+            if stop < turn[0] + len(self.text[turn[0] : turn[1]].rstrip()):  # the turn contains later messages
                 last = len(text) - (len(self.text) - stop)
-            if any(not first <= mark.start < last for mark in own_marks):
+            if any(not first <= mark.start < last for mark in marks_of_response):
                 scattered.append(i)
         return scattered
 
@@ -274,14 +317,19 @@ class ResponseFinder:
 
 
 def _shared_prefix(texts: list[str]) -> str:
-    """Return the beginning that the texts share, without the beginning of a tag such as `<think>` or `[CALL]`."""
+    """Return the beginning that all texts share. It does not end inside a tag such as `<think>` or `[CALL]`."""
     prefix = commonprefix(texts)  # noqa: RUF071 (no paths)
     tag = UNFINISHED_TAG.search(prefix)
     return prefix if prefix in texts or tag is None else prefix[: tag.start()]
 
 
+def _ambiguous(number: int) -> BadRow:
+    """Return the error for a message whose span cannot be determined."""
+    return BadRow(f"the position of message {number} in the chat template's output is ambiguous. {TAGS_HINT}")
+
+
 def _scattered(number: int, message: Message) -> BadRow:
-    """Return the error for a message whose data is outside of the text that is learned."""
+    """Return the error for a message with data outside its span."""
     return BadRow(
         f"the chat template writes parts of message {number} ({message['role']}) in several places. {TAGS_HINT}"
     )
@@ -292,10 +340,10 @@ def prefix_spans(
 ) -> tuple[str, dict[int, Span]]:
     """Find the spans of assistant messages by rendering prefixes of the conversation.
 
-    The span of a message begins where the generation prompt ends, and ends where the conversation up to this
-    message ends. It is found only if both renderings are prefixes of the whole text. Templates that rewrite earlier
-    turns therefore leave gaps. So do templates without a header, because it is unknown which part of the text
-    before the content the model would generate.
+    The span of a message begins where the generation prompt ends, and ends where the conversation up to this message
+    ends. It is found only if both of these texts are prefixes of the whole text, so not if the template writes earlier
+    turns differently. It is also not found if the generation prompt adds no header, because the text before the content
+    may then be a header or a part of the response.
 
     Args:
         template: The chat template.
@@ -304,7 +352,7 @@ def prefix_spans(
         text: The rendered conversation.
 
     Returns:
-        The header that a generation prompt ends with, and the span of each message that was found, by index.
+        The header that the generation prompt adds, and the span of each message that was found, keyed by its index.
     """
     turns = [i for i in turns if i > 0]  # most templates cannot render an empty conversation
     header = ""
@@ -325,14 +373,14 @@ def prefix_spans(
 
 
 def probe(template: ChatTemplate, messages: list[Message], turns: list[int], text: str, header: str) -> list[Span]:
-    """Find the spans of messages by rendering the conversation with a marker instead of their content.
+    """Find the spans of messages by rendering the conversation with a mark in place of their content.
 
     Args:
         template: The chat template.
         messages: All messages.
         turns: Indices of the messages to find.
         text: The rendered conversation.
-        header: The header that a generation prompt ends with; "" if unknown.
+        header: The header that the generation prompt adds; "" if unknown.
 
     Returns:
         The span of each message in `turns`.
@@ -351,11 +399,11 @@ def probe(template: ChatTemplate, messages: list[Message], turns: list[int], tex
         conversation = template.render([*messages[:i], marked[i], *messages[i + 1 :]])
         beginning = template.render([*messages[:i], marked[i]])
         before, mark, after = conversation.partition(marks[i])
-        # The end-of-turn marker follows the content whether or not more messages follow.
+        # The text after the content that does not depend on later messages is the end of the turn, such as <|im_end|>.
         after_in_beginning = beginning.partition(marks[i])[2]
         end_of_turn = commonprefix([after, after_in_beginning]).rstrip()  # noqa: RUF071 (no paths)
         stop = len(text) - len(after) + len(end_of_turn)
-        # Text that the template inserts between header and content (an empty thinking block) is a target too.
+        # Text that the template writes between header and content, such as an empty think block, is also a target.
         start = len(before)
         between = skeleton.partition(marks[i])[0]
         if i > 0:
@@ -365,13 +413,13 @@ def probe(template: ChatTemplate, messages: list[Message], turns: list[int], tex
 
         is_unchanged = text.startswith(before[:start]) and text.endswith(after)
         if not mark or not is_unchanged or start > stop:
-            raise BadRow(f"the position of message {i} in the chat template's output is ambiguous. {TAGS_HINT}")
+            raise _ambiguous(i)
         spans.append((start, stop))
     return spans
 
 
 def check_calls(template: ChatTemplate, messages: list[Message]) -> None:
-    """Check that the template writes the arguments of all tool calls. Raises `BadRow` otherwise."""
+    """Check that the template writes the arguments of all tool calls. Raises `BadRow` if it does not."""
     callers = [i for i, message in enumerate(messages) if "tool_calls" in message]
     if not callers:
         return

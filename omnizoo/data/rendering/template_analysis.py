@@ -1,4 +1,4 @@
-"""Static analysis of chat templates: the message fields that a template reads, and the strings and names in its code.
+"""Static analysis of chat templates: find the message fields that a template reads, and the words in its code.
 
 The result depends only on the source of the template, so it is the same for all rows.
 """
@@ -11,9 +11,11 @@ import jinja2
 from jinja2 import nodes
 
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tag of transformers; plain jinja2 cannot parse it
-FIRST_OR_LAST = ("first", "last", "random")
-DUMPS = ("tojson", "items", "string", "pprint", "dictsort", "xmlattr", "urlencode")
+FIRST_OR_LAST = ("first", "last", "random")  # filters that return one item of a list
+DUMPS = ("tojson", "items", "string", "pprint", "dictsort", "xmlattr", "urlencode")  # filters that read all fields
+# Kinds of expressions that may read fields of a message.
 READERS = (nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call, nodes.Filter, nodes.For, nodes.Output)
+# Kinds of values that are tracked through a template: a message, and a list of messages.
 ITEM = "message"
 LIST = "messages"
 
@@ -22,25 +24,28 @@ LIST = "messages"
 class TemplateFacts:
     """Properties of a chat template that follow from its source."""
 
-    fields: frozenset[str] | None  # message fields that it reads; None if it may read any field
-    words: frozenset[str]  # string constants in its code, such as roles
-    variables: frozenset[str]  # names of variables in its code
+    fields: frozenset[str] | None  # message fields that the template reads; None if it may read any field
+    words: frozenset[str]  # string constants in the code, such as names of roles
+    variables: frozenset[str]  # names of variables in the code
 
 
 def read_template(source: str) -> TemplateFacts:
-    """Analyze the source of a chat template. For an invalid template, assume that it may read anything."""
+    """Analyze the source of a chat template. If it is invalid, assume that it may read any field."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     try:
         tree = environment.parse(GENERATION.sub("", source))
         words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
         names = frozenset(node.name for node in tree.find_all(nodes.Name))
         return TemplateFacts(MessageTracker(tree).fields_read(), words, names)
-    except (jinja2.TemplateError, RecursionError):  # rendering reports the error
+    except (jinja2.TemplateError, RecursionError):  # the first rendering reports the error to the user
         return TemplateFacts(None, frozenset(), frozenset({"tools"}))
 
 
 class MessageTracker:
-    """Tracks messages through loops, macros and assignments, and collects the fields that are read from them."""
+    """Finds the variables of a template that contain messages, and the fields that the template reads from them.
+
+    Messages are tracked through loops, macros and assignments.
+    """
 
     def __init__(self, tree: nodes.Template) -> None:
         self.tree = tree
@@ -54,7 +59,7 @@ class MessageTracker:
                     self.kinds.setdefault(target, kind)
 
     def _assignments(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the variables that loops, macros and assignments set, each with the kind of its value."""
+        """Yield each variable that a loop, a macro or an assignment sets, with the kind of its value."""
         for loop in self.tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):
                 yield loop.target.name, ITEM if self.kind(loop.iter) == LIST else None
@@ -89,7 +94,7 @@ class MessageTracker:
         return None
 
     def fields_read(self) -> frozenset[str] | None:
-        """Return the names of the fields that are read, or None if a message may be read as a whole."""
+        """Return the names of all fields that the template reads; None if it may read a message as a whole."""
         fields: set[str] = set()
         for node in self.tree.find_all(READERS):
             names = self._fields_of(node)
@@ -101,11 +106,11 @@ class MessageTracker:
     def _fields_of(self, node: nodes.Node) -> set[str] | None:
         """Return the fields that one expression reads from a message; None if it may read all of them."""
         if isinstance(node, nodes.Getattr) and self.kind(node.node) == ITEM:
-            return {node.attr}  # may also be the name of a method, which is harmless
+            return {node.attr}  # the name may also be that of a method, which no message field has
         if isinstance(node, nodes.Getitem) and self.kind(node.node) == ITEM:
             return constants(node.arg)
         if isinstance(node, nodes.Compare) and any(self.kind(other.expr) == ITEM for other in node.ops):
-            return constants(node.expr)  # "name" in message
+            return constants(node.expr)  # an expression such as `"name" in message`
         if isinstance(node, nodes.Call):
             return self._fields_of_call(node)
         if isinstance(node, nodes.Filter):
@@ -132,7 +137,8 @@ class MessageTracker:
         if kind == LIST:
             if node.name in DUMPS:
                 return None
-            arguments = [*node.args, *(pair.value for pair in node.kwargs)]  # selectattr("role", ...)
+            # For a filter such as `selectattr("role", ...)`, the fields are among the constant arguments.
+            arguments = [*node.args, *(pair.value for pair in node.kwargs)]
             return {str(argument.value) for argument in arguments if isinstance(argument, nodes.Const)}
         if kind == ITEM and node.name in (*DUMPS, "list"):
             return None
@@ -140,7 +146,7 @@ class MessageTracker:
 
 
 def constants(*expressions: nodes.Expr) -> set[str] | None:
-    """Return the values of constant expressions, or None if an expression is not constant."""
+    """Return the values of constant expressions as strings; None if an expression is not constant."""
     values = set()
     for expression in expressions:
         if not isinstance(expression, nodes.Const):

@@ -1,4 +1,4 @@
-"""Conventions of a chat template, and checks that it does not drop any content of a row."""
+"""Find out which conventions a chat template follows, and check that it does not drop any content of a row."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,16 +12,20 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import PLAIN, ROLES, SPEAKERS, Message, check_names
 from omnizoo.data.rows.unused_fields import MESSAGE_METADATA_FIELDS, RowFields
 
+# Why a field with reasoning is not used, and what to do.
 NO_REASONING = (
     "the chat template does not read it. Set data.thinking_tags to write it into the content, or data.thinking: drop."
 )
-TAIL = 64  # characters; a template may remove the beginning of a response (its thinking), but not its end
+# A template may remove the beginning of a response (its reasoning). A long content therefore counts as rendered if its
+# last TAIL characters are in the text.
+TAIL = 64
 
 
 class Conventions:
-    """Conventions of one chat template.
+    """The conventions of one chat template.
 
-    They depend on the template only, so that the result for a row does not depend on the rows before it.
+    They are found by analyzing the template and by rendering short test conversations. They do not depend on the rows
+    that were rendered before.
 
     Args:
         source: The Jinja source of the template.
@@ -39,11 +43,14 @@ class Conventions:
         return ChatTemplate(self.source, tools, self.special_tokens).render(messages)
 
     def knows(self, role: str) -> bool:
-        """Whether a role is a standard role, or occurs in the code of the template."""
+        """Whether a role is one of the standard roles, or a word in the code of the template."""
         return role in ROLES or role in self.facts.words
 
     def role_of(self, speaker: str) -> str:
-        """Return the role of a speaker, such as "human". If the template has its own word for tools, keep that word."""
+        """Return the role of a speaker, such as "user" for "human".
+
+        A word for tools, such as "observation", is kept if it occurs in the template and "tool" does not.
+        """
         role = SPEAKERS.get(speaker, speaker)
         words = self.facts.words
         if role == "tool" and speaker in words and "tool" not in words:
@@ -52,21 +59,21 @@ class Conventions:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of tool calls as objects, not as JSON text (OpenAI API)."""
+        """Whether the template expects the arguments of tool calls as objects. Others expect JSON text (OpenAI API)."""
         text = self._call({"a1x": "b"})
-        is_shown = "a1x" in text and "{'a1x'" not in text  # not as a Python object
+        is_shown = "a1x" in text and "{'a1x'" not in text  # {'a1x' means that the template printed a Python dict
         return is_shown or "a1x" not in self._call('{"a1x": "b"}')
 
     def _call(self, arguments: Any) -> str:
         """Render a tool call with the given arguments. Return "" if the template raises an error."""
         function = {"name": "f", "arguments": arguments}
-        # Some templates do not read `function`, so its keys are also set on the call itself.
+        # Some templates read the keys of `function` from the call itself, so they are set there as well.
         call = {"id": "call00000", "type": "function", "function": function, **function}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         return self._try([{"role": "user", "content": "a"}, turn])
 
     def _try(self, messages: list[Message]) -> str:
-        """Render a conversation. Return "" if the template raises an error."""
+        """Render a conversation without tools. Return "" if the template raises an error."""
         try:
             return self.render(messages, None)
         except BadRow:
@@ -88,9 +95,11 @@ class Conventions:
         return self._renders_role[role]
 
     def check_tools(self, tools: list[Any] | None) -> None:
-        """Raise `BadRow` if the row has tools and the template does not read them."""
+        """Check that the template reads the tools of a row. Raises `BadRow` if it does not."""
         if tools and "tools" not in self.facts.variables:
-            raise BadRow("the chat template drops `tools`. Use one with tools, or add `tools` to data.ignore.")
+            raise BadRow(
+                "the chat template does not read `tools`. Use a template that does, or add `tools` to data.ignore."
+            )
 
     def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
         """Check that the rendered text contains all messages, tools and tool calls.
@@ -122,7 +131,18 @@ class Conventions:
             self._check_rendered(messages, tools, not_found)
 
     def _check_rendered(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
-        """Check that the template renders these messages, by replacing their contents with markers."""
+        """Check that the template writes the contents of some messages.
+
+        Their contents are replaced with words that occur nowhere else, which are then searched for in the text.
+
+        Args:
+            messages: All messages.
+            tools: The tools of the row; None if there are none.
+            numbers: Indices of the messages to check.
+
+        Raises:
+            BadRow: If the template drops one of these messages.
+        """
         contents = "".join(message["content"] for message in messages)
         mark = unused_mark(contents)
         marked = list(messages)
@@ -134,7 +154,16 @@ class Conventions:
                 raise BadRow(f"the chat template drops message {number} ({messages[number]['role']})")
 
     def check_fields(self, messages: list[Message], tools: list[Any] | None, fields: RowFields) -> None:
-        """Raise `BadRow` unless the template uses all message fields, except metadata and ignored fields."""
+        """Check that the template uses all fields of the messages, except metadata and ignored fields.
+
+        Args:
+            messages: The messages, with contents as text.
+            tools: The tools of the row; None if there are none.
+            fields: Determines which fields are ignored.
+
+        Raises:
+            BadRow: If the template does not use a field.
+        """
         for number, message in enumerate(messages):
             for name in sorted(message.keys() - PLAIN - MESSAGE_METADATA_FIELDS):
                 if fields.is_ignored(name) or self._reads(name, number, messages, tools):
@@ -147,15 +176,15 @@ class Conventions:
     def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:
         """Whether the template uses the field `name` of message `number`."""
         fields_read = self.facts.fields
-        if fields_read is None:
+        if fields_read is None:  # the template may read any field
             return True
-        if name in REASONING:  # synonyms; templates may drop the reasoning of earlier turns
+        if name in REASONING:  # the names are synonyms; `thinking.py` checks each message
             return not fields_read.isdisjoint(REASONING)
         role = messages[number]["role"]
         if name == "tool_calls" and role == "assistant":
-            return name in fields_read  # `check` also looks for the names of the calls in the text
+            return name in fields_read  # `check` also searches the text for the names of the calls
         if (role, name) == ("tool", "name"):
-            return True  # redundant: the preceding call contains the name
+            return True  # a tool result need not repeat the name, because the preceding call contains it
         if name not in fields_read:
             return False
         without_field = {other: value for other, value in messages[number].items() if other != name}
@@ -167,7 +196,10 @@ class Conventions:
 
 
 def _find_stop(text: str, content: str, start: int) -> int | None:
-    """Return the index in `text` after `content`, or after its last `TAIL` characters; None if not found."""
+    """Search for `content` in `text` from index `start`, and return the index after it.
+
+    For a long content, finding its last `TAIL` characters is enough. Return None if the content is not found.
+    """
     index = text.find(content, start)
     if index >= 0:
         return index + len(content)

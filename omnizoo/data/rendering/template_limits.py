@@ -1,4 +1,4 @@
-"""Time and memory limits for chat templates, which are untrusted programs.
+"""Limits on the time and memory of chat templates, which are untrusted programs.
 
 The sandbox of transformers denies templates access to files and processes. It does not prevent endless loops, or texts
 that double in size with every line.
@@ -19,29 +19,29 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-CHECK_INTERVAL = 0.2  # seconds between checks of the processor time, after the first check
-PROCESS_SIZE = Path("/proc/self/statm")  # Linux only
-_limits_memory = ContextVar("limits_memory", default=False)  # whether memory is also limited outside loader workers
+CHECK_INTERVAL = 0.2  # seconds between two checks of the processor time
+PROCESS_SIZE = Path("/proc/self/statm")  # contains the size of this process; exists on Linux only
+_limits_memory = ContextVar("limits_memory", default=False)  # whether `memory_limits` is active
 
 
 class OutOfTime(BaseException):
-    """Raised if the time limit is exceeded.
+    """Raised if a template exceeds the time limit.
 
-    It is not an `Exception`, because jinja2 swallows those during constant folding.
+    It is not a subclass of `Exception`, because jinja2 suppresses all of those while it evaluates constants.
     """
 
 
 @contextmanager
 def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Context manager: raise `OutOfTime` or `MemoryError` if the code inside exceeds a limit.
+    """Context manager: raise `OutOfTime` or `MemoryError` if the code in the block exceeds a limit.
 
-    The time limit applies in the main thread only, because only that thread receives signals. The memory limit applies
-    in loader workers and inside `memory_limits()` only. It affects a whole process, so in the training process it could
-    make other threads fail.
+    The time limit applies only in the main thread, because only that thread receives signals. The memory limit applies
+    only in loader workers and inside `memory_limits()`. It affects the whole process, so other threads of a training
+    process could fail because of it.
 
     Args:
-        seconds: Processor time, which does not depend on the load of the machine.
-        memory: Bytes in addition to the current size of the process. Ignored on systems other than Linux.
+        seconds: Maximum processor time, which does not depend on the load of the machine.
+        memory: Maximum number of bytes by which the process may grow. It has no effect on systems other than Linux.
     """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
@@ -53,7 +53,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
 @contextmanager
 def memory_limits() -> Iterator[None]:
-    """Context manager: make `limits` also limit memory in this process. For commands that do not train."""
+    """Context manager: `limits` also limits memory in the block. Use it in commands that do not train."""
     token = _limits_memory.set(True)
     try:
         yield
@@ -63,10 +63,11 @@ def memory_limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Limit processor time with a signal, which also interrupts long arithmetic.
+    """Context manager: raise `OutOfTime` when the code in the block exceeds a processor time.
 
-    The timer counts real time and its handler checks the processor time, because timers of processor time may
-    stop in virtual machines. A timer that was active before is restored afterwards.
+    A timer sends signals, which interrupt even a single long operation. The timer counts real time, and its handler
+    checks the processor time, because timers of processor time may stop in virtual machines. A timer that was active
+    before the block is restored afterwards.
     """
     end = time.thread_time() + seconds
 
@@ -83,7 +84,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
     sys.unraisablehook = report_unraisable
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     start = time.monotonic()
-    # The timer repeats, because an error raised in a finalizer is lost.
+    # The timer repeats, because Python discards an error that the handler raises while a finalizer runs.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, CHECK_INTERVAL)
     try:
         yield
@@ -98,7 +99,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _memory_limit(memory: int) -> Iterator[None]:
-    """Limit the address space of this process to its current size plus `memory` bytes."""
+    """Context manager: limit the address space of this process to its current size plus `memory` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = int(PROCESS_SIZE.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
     if soft != resource.RLIM_INFINITY:

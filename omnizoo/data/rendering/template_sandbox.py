@@ -1,8 +1,8 @@
 """Run chat templates in a sandbox, and find the text that a template writes for each message.
 
-The sandbox has the filters and functions of transformers. In addition, a template may change lists that it created
-itself, for example with `append`, which transformers refuses. Messages and tools are copied for each rendering, and
-their lists cannot be changed.
+The sandbox has the filters and functions of transformers. Unlike in transformers, a template may also change lists that
+it created itself, for example with `append`. It cannot change the lists of messages and tools, which are copied for
+each rendering.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ from transformers.utils.chat_template_utils import _compile_jinja_template  # pr
 Span = tuple[int, int]
 Message = dict[str, Any]
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message
-TURN_MARK = "turn_mark_of_omnizoo"  # name of the function that loops call with each of their items
-OPEN, CLOSE = "\ue0f0", "\ue0f1"  # delimiters of marks: private-use characters, which texts rarely contain
-ENTER, LEAVE = "enter", "leave"  # marks around a loop
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that contain its reasoning
+TURN_MARK = "turn_mark_of_omnizoo"  # name of the function that every loop calls with each of its items
+OPEN, CLOSE = "\ue0f0", "\ue0f1"  # characters around a mark: private-use characters, which texts rarely contain
+ENTER, LEAVE = "enter", "leave"  # marks before and after a loop
 
 
 class DataList(list[Any]):
-    """A list of the messages or tools, which a template cannot change."""
+    """A list in the messages or tools. A template cannot change it."""
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
@@ -39,7 +39,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class TurnMarker(NodeTransformer):
-    """Changes a template so that every loop marks where it enters, where each item begins, and where it leaves."""
+    """Changes a template so that its output has a mark before each loop, before each item of a loop, and after it."""
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:  # noqa: N802 (name expected by jinja2)
         """Add the marks to one loop and the loops inside it."""
@@ -56,13 +56,13 @@ class TurnMarker(NodeTransformer):
 
 
 def _write_mark(name: str) -> nodes.Output:
-    """Return a node that writes a mark."""
+    """Return a template node that writes a mark."""
     return nodes.Output([nodes.TemplateData(f"{OPEN}{name}{CLOSE}")])
 
 
 @lru_cache(maxsize=32)
 def compile_template(source: str, marks_turns: bool) -> jinja2.Template:
-    """Compile a chat template. If `marks_turns` is True, its output contains marks (see `TurnMarker`)."""
+    """Compile a chat template. If `marks_turns` is True, its output has marks around loops (see `TurnMarker`)."""
     reference = _compile_jinja_template("").environment
     extensions = [type(extension) for extension in reference.extensions.values()]
     sandbox = ChatSandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -77,13 +77,16 @@ def compile_template(source: str, marks_turns: bool) -> jinja2.Template:
 def render_template(
     source: str, messages: Sequence[Message], variables: Mapping[str, Any], marks_turns: bool = False
 ) -> tuple[str, list[Span]]:
-    """Render a conversation. Return the text and the spans of the {% generation %} tags.
+    """Render a conversation.
 
     Args:
         source: The Jinja source of the template.
-        messages: The messages. Reasoning is available to the template under `reasoning_content` and `thinking`.
+        messages: The messages. A template can read their reasoning as `reasoning_content` and as `thinking`.
         variables: Other variables of the template.
-        marks_turns: Whether the text contains marks of the messages, which `split_turns` removes.
+        marks_turns: Whether to add marks to the text, which `split_turns` removes.
+
+    Returns:
+        The text, and the spans of text inside {% generation %} tags.
     """
     template = compile_template(source, marks_turns)
     data = [_with_reasoning(plain_data(message)) for message in messages]
@@ -94,7 +97,8 @@ def render_template(
         number = numbers.get(id(item))
         return "" if number is None else f"{OPEN}{number}{CLOSE}"
 
-    blocks: list[str] = []  # must be filled piece by piece, because the {% generation %} tags measure the text so far
+    # Fill `blocks` one piece at a time, because {% generation %} tags measure the length of the text in it.
+    blocks: list[str] = []
     spans: list[Span] = []
     arguments = {**options, TURN_MARK: mark_turn, "messages": DataList(data)}
     with template.environment.activate_tracker(blocks, spans):  # type: ignore[attr-defined]
@@ -104,35 +108,43 @@ def render_template(
 
 
 def plain_data(value: Any) -> Any:
-    """Return a copy of a value that consists of plain JSON types. Other objects become the name of their type."""
+    """Return a copy of a nested value that has only JSON types. Other objects are replaced by the name of their
+    type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
         return {plain_data(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return DataList(plain_data(item) for item in value)
-    for base in (str, int, float):  # subclasses may have methods that a template must not call
+    for base in (str, int, float):  # convert subclasses, because a template must not call their methods
         if isinstance(value, base):
             return base(value)
-    item = getattr(value, "item", None)  # NumPy scalars
-    return plain_data(item()) if callable(item) and getattr(value, "shape", None) == () else f"<{type(value).__name__}>"
+    item = getattr(value, "item", None)
+    is_numpy_scalar = callable(item) and getattr(value, "shape", None) == ()
+    return plain_data(item()) if callable(item) and is_numpy_scalar else f"<{type(value).__name__}>"
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Return a message whose reasoning is available under the names that templates read."""
+    """Return a message with its reasoning in `reasoning_content` and `thinking`, the names that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def split_turns(marked: str, num_messages: int) -> tuple[str, list[Span | None]]:
-    """Remove the marks from a text, and return it with the span of each message.
+    """Remove the marks from a rendered text, and find the span of each message.
 
-    The span of a message is None if no loop over the messages writes it, or if its text is interrupted by another one.
+    Args:
+        marked: The text from `render_template`, with marks.
+        num_messages: Number of messages.
+
+    Returns:
+        The text without marks, and the span of each message. The span is None if no loop over the messages writes the
+        message, or if text of another message interrupts it.
     """
     pieces: list[str] = []
     length = 0
-    current: int | None = None  # the message that is being written
-    enclosing: list[int | None] = []  # messages of the enclosing loops
+    current: int | None = None  # the message that the template is writing
+    enclosing: list[int | None] = []  # for each loop around the current position, the message before the loop
     spans: list[Span | None] = [None] * num_messages
     interrupted = set()
     for number, piece in enumerate(_split_at_marks(marked)):
@@ -146,8 +158,8 @@ def split_turns(marked: str, num_messages: int) -> tuple[str, list[Span | None]]
             continue
         known = spans[current]
         continues = known is not None and known[1] == start
-        if not piece or (not continues and piece.isspace()):  # loops that only look for a message may write white space
-            continue
+        if not piece or (not continues and piece.isspace()):
+            continue  # a loop that only searches for a message may write white space
         if known is not None and not continues:
             interrupted.add(current)
         spans[current] = (start if known is None else known[0], length)
@@ -157,7 +169,7 @@ def split_turns(marked: str, num_messages: int) -> tuple[str, list[Span | None]]
 
 
 def _split_at_marks(marked: str) -> Iterator[str]:
-    """Yield texts and marks in turn."""
+    """Yield the texts and the marks alternately, beginning and ending with a text, which may be empty."""
     first, *others = marked.split(OPEN)
     yield first
     for other in others:
@@ -167,10 +179,15 @@ def _split_at_marks(marked: str) -> Iterator[str]:
 
 
 def _follow_mark(mark: str, current: int | None, enclosing: list[int | None]) -> int | None:
-    """Return the message that the template writes after a mark. Modifies `enclosing` in place.
+    """Return the message that the template writes after a mark.
 
-    Only the outermost loop over the messages determines the message, because a loop inside a turn may only search other
-    messages without writing them.
+    Only the outermost loop over the messages counts, because a loop inside a turn often just searches other messages
+    without writing them.
+
+    Args:
+        mark: The mark.
+        current: The message that the template wrote before the mark.
+        enclosing: For each loop around the mark, the message before the loop. It is changed in place.
     """
     if mark == ENTER:
         enclosing.append(current)

@@ -1,7 +1,8 @@
-"""Reasoning of assistant messages: write it into the content, drop it, or train it although templates drop it.
+"""Handle the reasoning of assistant messages, according to `data.thinking` and `data.thinking_tags`.
 
-Chat templates of reasoning models usually drop the reasoning of earlier turns, because a model does not receive it at
-inference. An earlier turn must then not be trained as an answer without its reasoning.
+Chat templates of reasoning models usually drop the reasoning of earlier turns, because the model does not receive it at
+inference. Training on such a turn would teach the model to respond without reasoning. By default, the conversation
+therefore becomes several samples, each of which ends with a turn that has reasoning.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from omnizoo.data.rendering.template_sandbox import REASONING, Span
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import Message
 
+# What to do if the template drops reasoning.
 DROPPED = (
     "Set data.thinking_tags to write `reasoning_content` into the content, or data.thinking: drop to train on "
     "responses without reasoning."
@@ -31,26 +33,30 @@ DROPPED = (
 
 
 class TurnChoice(NamedTuple):
-    """A sample of a conversation: its first `stop` messages, of which only some are trained on."""
+    """One sample of a conversation: which messages it contains, and on which of them it trains."""
 
-    stop: int
-    trained: frozenset[int]  # indices of messages
+    stop: int  # the sample contains the first `stop` messages
+    trained: frozenset[int]  # indices of the messages that are trained on
 
 
 @dataclass(frozen=True)
 class Thinking:
     """The settings `data.thinking` and `data.thinking_tags`."""
 
-    mode: str = "template"
-    tags: tuple[str, ...] = ()  # text before and after reasoning in the content; empty to keep the field
+    mode: str = "template"  # `data.thinking`
+    tags: tuple[str, ...] = ()  # `data.thinking_tags`: text before and after the reasoning; empty if not set
 
     @classmethod
     def of(cls, data: DataSection) -> "Thinking":
-        """Return the settings of a run."""
+        """Return the settings of the `data` section of a config."""
         return cls(data.thinking, tuple(data.thinking_tags or ()))
 
     def prepare(self, messages: Sequence[Message]) -> None:
-        """Drop the reasoning of assistant messages, or write it into their content, in place."""
+        """Change assistant messages in place: drop their reasoning, or write it into their content.
+
+        With `data.thinking: drop`, reasoning is removed from fields and contents. With `data.thinking_tags`, reasoning
+        in a field is moved to the beginning of the content. Otherwise, the messages stay unchanged.
+        """
         for message in messages:
             if message["role"] != "assistant":
                 continue
@@ -64,14 +70,18 @@ class Thinking:
                 message["content"] = _with_text(self.tags[0] + reasoning + self.tags[1], message.get("content"))
 
     def choose(self, template: ChatTemplate, messages: list[Message]) -> list[TurnChoice]:
-        """Return the samples of a conversation, such that the reasoning of every trained message is written.
+        """Choose the samples of a conversation so that each message is trained on together with its reasoning.
 
         Args:
             template: The chat template.
-            messages: The messages with their loss weight as `loss`, and their content as text.
+            messages: The messages, with their loss weight as `loss` and their content as text.
+
+        Returns:
+            The samples. There is only one if the template does not drop any reasoning.
 
         Raises:
-            BadRow: If the template never writes the reasoning, or `data.thinking` refuses the row.
+            BadRow: If the template never writes the reasoning of a message, or if `data.thinking` is `refuse` and the
+                template drops reasoning.
         """
         trained = frozenset(i for i, message in enumerate(messages) if message["loss"])
         whole = TurnChoice(len(messages), trained)
@@ -88,7 +98,16 @@ class Thinking:
 
 
 def _choose_hidden(template: ChatTemplate, messages: list[Message], hidden: frozenset[int]) -> list[TurnChoice]:
-    """Return samples that end with turns whose reasoning the template drops when more messages follow."""
+    """Return samples for the messages whose reasoning the template drops if more messages follow.
+
+    Args:
+        template: The chat template.
+        messages: The messages, without the keys that set loss weights.
+        hidden: Indices of the messages whose reasoning is dropped.
+
+    Raises:
+        BadRow: If the template drops the reasoning of a message even if it is the last one.
+    """
     choices: list[TurnChoice] = []
     while hidden:
         last = max(hidden)
@@ -101,7 +120,7 @@ def _choose_hidden(template: ChatTemplate, messages: list[Message], hidden: froz
 
 
 def has_reasoning(message: Message) -> bool:
-    """Whether an assistant message contains reasoning, in a field or in its content as text."""
+    """Whether an assistant message contains reasoning, either in a field or between think tags in its content."""
     if message["role"] != "assistant":
         return False
     if any(isinstance(message.get(name), str) and message[name].strip() for name in REASONING):
@@ -112,7 +131,7 @@ def has_reasoning(message: Message) -> bool:
 
 
 def dropped_thoughts(template: ChatTemplate, messages: list[Message]) -> frozenset[int]:
-    """Return the indices of the messages whose reasoning the template does not write."""
+    """Return the indices of the messages with reasoning that the template does not write."""
     numbers = [i for i, message in enumerate(messages) if has_reasoning(message)]
     word = unused_mark(repr(messages))
     text = template.render(mark_messages(messages, numbers, word))
@@ -123,18 +142,18 @@ def dropped_thoughts(template: ChatTemplate, messages: list[Message]) -> frozens
 def keep_thoughts(
     template: ChatTemplate, messages: list[Message], text: str, targets: list[tuple[Span, float]]
 ) -> tuple[str, list[tuple[Span, float]]]:
-    """Write the reasoning of all turns into a rendered conversation (`data.thinking: keep`).
+    """Insert reasoning that the template dropped into a rendered conversation (`data.thinking: keep`).
 
-    A turn is written as in a conversation that ends with it.
+    Each turn gets the text that it has in a conversation that ends with this turn.
 
     Args:
         template: The chat template.
-        messages: The messages, without loss keys.
+        messages: The messages, without the keys that set loss weights.
         text: The rendered conversation.
         targets: The spans and weights of the messages that are trained on.
 
     Returns:
-        The text and its targets.
+        The text with reasoning, and the targets in it.
 
     Raises:
         BadRow: If the template never writes the reasoning of a turn.
@@ -157,7 +176,13 @@ def keep_thoughts(
 
 
 def _moved(span: Span, replaced: Span, length: int) -> Span:
-    """Return the place of a span after the text of another or the same span was replaced with `length` characters."""
+    """Return the new position of a span after a part of the text was replaced.
+
+    Args:
+        span: The span before the replacement.
+        replaced: The span of the replaced text.
+        length: Number of characters that replaced it.
+    """
     start, stop = replaced
     shift = length - (stop - start)
     first, last = span
@@ -165,7 +190,11 @@ def _moved(span: Span, replaced: Span, length: int) -> Span:
 
 
 def _last_turn(template: ChatTemplate, messages: list[Message]) -> str:
-    """Return the text that the template writes for the last message."""
+    """Return the text that the template writes for the last message, including its reasoning.
+
+    Raises:
+        BadRow: If the template drops the reasoning of the message.
+    """
     number = len(messages) - 1
     text = template.render(messages)
     turn = template.turns_of(messages, text)[number]
@@ -175,8 +204,17 @@ def _last_turn(template: ChatTemplate, messages: list[Message]) -> str:
 
 
 def _join_overlapping(thought: str, response: str, number: int) -> str:
-    """Return the turn with reasoning, followed by the end of the turn without it, which may contain more markers."""
-    same = len(commonprefix([thought, response]))  # noqa: RUF071 (no paths); the tag before the reasoning
+    """Join two texts of the same turn: one with reasoning, and the end of the other one, which may have more marks.
+
+    Args:
+        thought: The turn with reasoning, as the last turn of a conversation.
+        response: The turn without reasoning, as an earlier turn.
+        number: Index of the message, for the error message.
+
+    Raises:
+        BadRow: If the end of the first text does not occur in the second one.
+    """
+    same = len(commonprefix([thought, response]))  # noqa: RUF071 (no paths); both may begin with the same tag
     for start in (0, same):
         for stop in range(len(response), start, -1):
             if thought.endswith(response[start:stop]):
@@ -185,22 +223,21 @@ def _join_overlapping(thought: str, response: str, number: int) -> str:
 
 
 def _without_thoughts(content: Any) -> Any:
-    """Return a content without the reasoning in think tags."""
+    """Return the content of a message (a text or a list of parts) without reasoning between think tags."""
     if isinstance(content, str):
         rest = "".join(text for text, is_thought in split_thoughts(content) if not is_thought)
         return rest if rest == content else rest.lstrip()
     if not isinstance(content, list):
         return content
-    return [
-        {**part, "text": _without_thoughts(part["text"])}
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else part
-        for part in content
-    ]
+    parts = []
+    for part in content:
+        has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        parts.append({**part, "text": _without_thoughts(part["text"])} if has_text else part)
+    return parts
 
 
 def _with_text(text: str, content: Any) -> Any:
-    """Return a content that begins with a text."""
+    """Return the content of a message (a text, a list of parts, or None) with a text added at the beginning."""
     if isinstance(content, list):
         return [{"type": "text", "text": text}, *content]
     return text + (content or "")

@@ -1,4 +1,7 @@
-"""Render pre-tokenized rows. Their tokens are used unchanged: without chat template, end-of-sequence token or media."""
+"""Render pre-tokenized rows.
+
+Their tokens are used unchanged: no chat template is applied, and no end-of-sequence token or media are added.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -15,16 +18,17 @@ from omnizoo.data.sample import RenderedRow
 from omnizoo.data.token_fields import IGNORE_INDEX, make_columns
 from omnizoo.modalities.item import Ids
 
-PositionsOfTokens = Callable[[Ids], npt.NDArray[Any] | None]  # returns None if the positions are 0, 1, 2, ...
+# Returns the position ids of token ids, or None if the positions are 0, 1, 2, ...
+PositionsOfTokens = Callable[[Ids], npt.NDArray[Any] | None]
 
 
 class TokenRowRenderer:
     """Renders pre-tokenized rows for one tokenizer.
 
     Args:
-        tokenizer: Rows may only contain its tokens.
-        placeholders: Ids of placeholder tokens for media, which rows must not contain.
-        positions: Returns the position ids of a text.
+        tokenizer: The tokenizer. All ids in a row must be tokens of its vocabulary.
+        placeholders: Ids of placeholder tokens for media. Rows must not contain them.
+        positions: Returns the position ids of a document.
     """
 
     def __init__(
@@ -43,18 +47,22 @@ class TokenRowRenderer:
         stops = list(accumulate(tokens.lengths, initial=0))
         spans = [slice(start, stop) for start, stop in pairwise(stops)]
         if not any(tokens.is_target[span][1:].any() for span in spans):
-            raise BadRow("no targets: no token except possibly the first one of a document contributes to the loss")
+            raise BadRow("no targets: no token contributes to the loss (the first token of a document never does)")
         weight = read_weight(row["weight"], "`weight`") if "weight" in row else 1.0
         if not weight:
             raise BadRow("no targets: `weight` is 0")
 
         ids = tokens.ids.astype(np.int32)
-        positions = [part for span in spans if (part := self.positions(ids[span])) is not None]
+        positions_of_documents = [self.positions(ids[span]) for span in spans]
+        positions = [part for part in positions_of_documents if part is not None]
+        loss_weights = None
+        if weight != 1:
+            loss_weights = np.where(tokens.is_target, np.float32(weight), np.float32(0))
         columns = make_columns(
             input_ids=ids,
             labels=np.where(tokens.is_target, ids, IGNORE_INDEX),
             position_ids=np.concatenate(positions, axis=-1) if positions else None,
-            loss_weights=None if weight == 1 else np.where(tokens.is_target, np.float32(weight), np.float32(0)),
+            loss_weights=loss_weights,
         )
         return RenderedRow(
             columns,
@@ -63,13 +71,20 @@ class TokenRowRenderer:
         )
 
     def split(self, row: Row) -> tuple[RenderedRow, str, str]:
-        """Split a row into a prompt, its text, and the text of the expected response.
+        """Split a row into a prompt for generation and the expected response.
 
-        The response is the last run of targets. A row without a prompt is split in the middle.
+        The response consists of the last consecutive targets. If no token before them is without a target, the row has
+        no prompt, and it is split in the middle.
+
+        Returns:
+            The prompt as tokens, the prompt as text, and the expected response as text.
+
+        Raises:
+            BadRow: If the row has several documents or only one token.
         """
         tokens = self._read(row)
         if len(tokens.lengths) > 1 or len(tokens.ids) < 2:
-            raise BadRow("a pre-tokenized row with several documents or one token has no prompt")
+            raise BadRow("a pre-tokenized row with several documents, or with one token, cannot be used as a prompt")
         stop = len(tokens.ids)
         start = stop // 2
         targets = np.flatnonzero(tokens.is_target)
@@ -91,27 +106,37 @@ class TokenRowRenderer:
         return tokens
 
     def _check_ids(self, ids: Integers) -> None:
-        """Raise `BadRow` for ids that are not tokens of the tokenizer, and for placeholder tokens."""
+        """Check that all ids are tokens of the tokenizer, and that none is a placeholder token.
+
+        Raises:
+            BadRow: If this is not the case.
+        """
         size = len(self.is_known)
         is_wrong = (ids < 0) | (ids >= size) | ~self.is_known[np.clip(ids, 0, size - 1)]
         if is_wrong.any():
             index = int(np.argmax(is_wrong))
             raise BadRow(
-                f"`input_ids` is {ids[index]} at entry {index}, which is no token of the tokenizer "
+                f"`input_ids` is {ids[index]} at entry {index}, which is not a token of the tokenizer "
                 f"{self.tokenizer.name_or_path} (ids from 0 to {size - 1}). Use the tokenizer that wrote the rows."
             )
         placeholders = np.intersect1d(ids, self.placeholders)
         if len(placeholders):
             token = self.tokenizer.convert_ids_to_tokens(int(placeholders[0]))
-            raise BadRow(f"`input_ids` contains {token!r}, a placeholder for media, which pre-tokenized rows lack")
+            raise BadRow(
+                f"`input_ids` contains {token!r}, a placeholder for media, but pre-tokenized rows cannot have media"
+            )
 
     def _check_end(self, ids: Integers, is_target: Mask) -> None:
-        """Raise `BadRow` if a row without `attention_mask` ends with several padding tokens that are targets."""
+        """Check that a row without `attention_mask` does not end with several padding tokens that are targets.
+
+        Raises:
+            BadRow: If it does.
+        """
         pad = self.tokenizer.pad_token_id
         if pad is None or pad == self.tokenizer.eos_token_id:
             return
         if len(ids) > 1 and (ids[-2:] == pad).all() and is_target[-2:].all():
             raise BadRow(
-                f"the row ends with padding ({self.tokenizer.pad_token!r}) that would be learned. Add `attention_mask` "
-                "with 0 for padding, or remove the padding."
+                f"the row ends with padding tokens ({self.tokenizer.pad_token!r}) that are targets. Add "
+                "`attention_mask` with 0 for padding, or remove the padding."
             )
