@@ -1,7 +1,7 @@
-"""Read the media items of a row (content parts, tags, columns, paths, bytes, numbers) and measure them.
+"""Find the media items of a row, read them and measure them.
 
-The model defines the modalities. The name of a modality is also its content type, `<NAME>` is its tag in a text, and
-`NAMEs` is the column that contains the items for the tags.
+A modality with the name `image` has the content type `image`, the tag `<image>` in texts, and the column `images` with
+the items that the tags stand for. An item may be a path, encoded bytes or plain numbers.
 """
 
 import base64
@@ -24,10 +24,10 @@ from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media, MissingMedia
 
 Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by its name in a row
 
-CONTENT_KEYS = ("bytes", "data", "base64")  # keys of an object that contains an item
-LOCATION_KEYS = ("url", "path")  # keys of an object that locates an item
-FORMAT_KEYS = ("format", "mime_type")  # keys that are not read, because the format is detected from the bytes
-AUTO = {"detail": "auto"}  # options of OpenAI's API whose default lets the model decide; other values are not used
+CONTENT_KEYS = ("bytes", "data", "base64")  # keys with the content of an item, in an object that describes it
+LOCATION_KEYS = ("url", "path")  # keys with the location of an item
+FORMAT_KEYS = ("format", "mime_type")  # keys that are ignored, because the format is detected from the content
+AUTO = {"detail": "auto"}  # options of OpenAI's API with a default value, which may be dropped
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOVED = "the chat template drops or moves {name}. Use a chat template that keeps media in place."
 PATH_MAX = 4096  # characters; a longer string is not a path
@@ -35,12 +35,17 @@ NEVER = "(?!)"  # a pattern that never matches
 
 
 class MediaNotation:
-    """The notation of media: content types and tags in rows, special tokens in the text to be tokenized."""
+    """How media are written: with content types and tags in rows, and with special tokens in rendered text.
+
+    Args:
+        modalities: The modalities of the model, by name.
+        fields: Determines which fields and tags are ignored.
+    """
 
     def __init__(self, modalities: Mapping[str, Modality], fields: RowFields) -> None:
         self.modalities = modalities
         self.fields = fields
-        self.types: dict[str, str] = {}  # modality by content type
+        self.types: dict[str, str] = {}  # the modality of each content type
         marks: set[str] = set()
         for name, modality in modalities.items():
             self.types |= dict.fromkeys((name, f"{name}_url", f"input_{name}"), name)
@@ -50,14 +55,19 @@ class MediaNotation:
         tags = "|".join(map(re.escape, modalities)) or NEVER
         self.tag = re.compile(f"<({tags})>")
 
-        # Tags of well-known modalities that this model lacks, at positions that are typical of media: at the start of a
-        # line, or at the end of the text.
+        # Tags of well-known modalities that this model does not have. They only match where media tags usually are: at
+        # the start of a line, or at the end of the text.
         missing = [name for name in WELL_KNOWN if name not in modalities]
         unknown_tags = "|".join(name for name in missing if f"<{name}>" not in fields.ignored) or NEVER
         self.unknown_tag = re.compile(rf"^[ \t]*<({unknown_tags})>|<({unknown_tags})>\s*\Z", re.MULTILINE)
 
     def text_of_run(self, name: str, run: str | int | NestedRun) -> str:
-        """Return the text of one run of an item. Placeholder tokens are repeated only after tokenization."""
+        """Return the text of one run in an item. A run of placeholder tokens is a single placeholder in the text.
+
+        Args:
+            name: Name of the modality.
+            run: One entry of `MediaSize.layout`.
+        """
         if isinstance(run, str):
             return run
         modality = run.modality if isinstance(run, NestedRun) else name
@@ -72,7 +82,7 @@ class RowMedia:
         row: The row. Its media columns contain the items that tags stand for.
         find: Returns the media files that the row refers to.
         key: Seed, source, epoch and row number, from which the random seeds of items are derived.
-        is_chat: Whether items are written in the notation of the chat template (`Modality.in_chat`).
+        is_chat: Whether to write items in the notation of the chat template (`Modality.in_chat`).
         schema: Settings of the source.
     """
 
@@ -92,26 +102,28 @@ class RowMedia:
         self.schema = schema
         columns = {name: read_column(row, name) for name in notation.modalities}
         self.columns = {name: column for name, column in columns.items() if column is not None}
-        self.num_tags: Counter[str] = Counter()  # tags so far, by modality; may be more than the column has items
-        self.items: list[MediaItem] = []  # spans are set after tokenization
+        self.num_tags: Counter[str] = Counter()  # number of tags so far, for each modality
+        self.items: list[MediaItem] = []  # their spans are set after tokenization
         self.texts: list[str] = []  # text of each item, with placeholders and marks; "" for followers
-        self.num_prompt_items: int | None = None  # items before a preference row's response; None until it begins
+        # Number of items before the response of a preference row; None until the response begins.
+        self.num_prompt_items: int | None = None
         self.num_responses = 0  # number of assistant messages so far
         self.role: str | None = None  # role of the current message
 
     def place_untagged(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Add tags for the items of each column for which no message has a tag, in place.
+        """Add tags to the first user message, in place, for media columns without a tag in any message.
 
-        They are added to the beginning of the first user message if `untagged_media` of the source allows it.
+        Raises:
+            BadRow: If there is such a column, and `untagged_media` of the source does not allow this.
         """
         prompts = [message for message in messages if message["role"] == "user"]
         untagged = [name for name in self._untagged(messages) if self.notation.modalities[name].encoder is not None]
         if not prompts or not untagged:
-            return  # `check_counts` raises the error
+            return  # `check_counts` reports a mismatch between tags and columns
         if self.schema.untagged_media is None:
             if self.notation.modalities[untagged[0]].decoder is None:
                 raise self._untagged_error(untagged[0])
-            return  # the items may belong to a response
+            return  # the items may belong to a response, so `check_counts` reports the mismatch
         for name in reversed(untagged):
             content: Any = prompts[0].get("content") or ""
             num_items = len(self.columns[name])
@@ -119,7 +131,7 @@ class RowMedia:
             prompts[0]["content"] = tags + content
 
     def _untagged(self, messages: Sequence[dict[str, Any]]) -> list[str]:
-        """Return the modalities with items in a column, but without a tag in the messages."""
+        """Return the modalities that have items in a column, but no tag in any message."""
         tagged: set[str] = set()
         for message in messages:
             content = message.get("content")
@@ -131,7 +143,7 @@ class RowMedia:
         return [name for name, column in self.columns.items() if column and name not in tagged]
 
     def _untagged_error(self, name: str) -> BadRow:
-        """Return the error for items without tags."""
+        """Return the error for a column whose items have no tags."""
         fix = Fix(f"{self.schema.key}.untagged_media", "first", f"no text has a tag <{name}>")
         return BadRow(
             f"<{name}> occurs 0 times, but `{name}s` has {len(self.columns[name])} items. Set {fix.key}: first to put "
@@ -140,22 +152,29 @@ class RowMedia:
         )
 
     def begin_response(self, find: Find) -> None:
-        """Begin the response of a preference row. `find` returns the media files that the response refers to."""
+        """Record that the response of a preference row begins.
+
+        Args:
+            find: Returns the media files that the response refers to.
+        """
         self.find = find
         self.num_prompt_items = len(self.items)
 
     def begin(self, role: str) -> None:
-        """Begin a message with this role."""
+        """Record that a message with this role begins."""
         self.role = role
         self.num_responses += role == "assistant"
 
     def write(self, content: Any, has_targets: bool, what: str) -> str:
-        """Return the content of a message or text as text for the tokenizer, and collect its items.
+        """Convert the content of a message to text for the tokenizer, and collect its items.
 
         Args:
-            content: A string, in which tags stand for items, or a list of parts.
+            content: A string, in which tags stand for items, or a list of content parts.
             has_targets: Whether the content is trained on.
             what: Name of the content in error messages.
+
+        Raises:
+            BadRow: If the content cannot be read.
         """
         if isinstance(content, str):
             if "<" in content:
@@ -170,14 +189,17 @@ class RowMedia:
         return "".join(self.part(part, has_targets, f"part {i} of {what}") for i, part in enumerate(content))
 
     def text(self, text: str) -> str:
-        """Return plain text. Raises `BadRow` if it contains a special token of a modality."""
+        """Return a plain text unchanged. Raises `BadRow` if it contains a special token of a modality."""
         match = self.notation.special_token.search(text)
         if match:
             raise BadRow(f"the text contains {match[0]!r}, a special token that marks media. Remove it.")
         return text
 
     def _check_unknown_tags(self, content: str, what: str) -> None:
-        """Raise `BadRow` for a tag of a modality that this model lacks, unless an end tag shows that it is markup."""
+        """Check that a text has no tag of a modality that this model does not have. Raises `BadRow` if it has one.
+
+        A tag with a matching end tag, such as `</image>`, is allowed, because it is markup.
+        """
         for match in self.notation.unknown_tag.finditer(content):
             name = match[1] or match[2]
             if f"</{name}>" not in content:
@@ -188,11 +210,14 @@ class RowMedia:
                 )
 
     def part(self, part: Any, has_targets: bool, what: str) -> str:
-        """Return one content part as text, and collect its item if it is media."""
+        """Convert one content part to text for the tokenizer, and collect its item if it is media.
+
+        See `write` for the arguments.
+        """
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise BadRow(f"{what} is not an object with a `type`")
         kind = part["type"]
-        # Columnar files give every part the union of all keys, so None means that the key is absent.
+        # In columnar files, every part has the union of all keys, so a key with None counts as absent.
         keys = {key: value for key, value in part.items() if key != "type" and value is not None}
         if kind == "text":
             text = keys.get("text")
@@ -209,29 +234,43 @@ class RowMedia:
         return self._item(name, value, options, has_targets)
 
     def _raise_unknown_type(self, kind: str, what: str) -> NoReturn:
+        """Raise the error for a content part with an unknown type."""
         known = ", ".join(["text", *self.notation.modalities])
         close = get_close_matches(kind, ["text", *self.notation.types], 1)
         suggestion = f" (did you mean {close[0]!r}?)" if close else ""
         raise BadRow(f"{what} has the unknown type {kind!r}; known: {known}{suggestion}")
 
     def _pop_value(self, keys: dict[str, Any], kind: str, name: str) -> Any:
-        """Remove the value of an item from the keys of its part, and return it. Return None if there is none."""
+        """Remove the value of an item from its content part, and return it; None if the part has no value.
+
+        Args:
+            keys: The content part without `type`. It is changed in place.
+            kind: The type of the part.
+            name: The modality of the item.
+        """
         modality = self.notation.modalities[name]
         producer = modality.decoder or modality.follower
         value_keys = producer.values if producer is not None else ()
         for key in (kind, name, f"{name}_url", *value_keys):
             if key in keys:
                 return keys.pop(key)
-        # Without such a key, the part itself may contain or locate the item, like {"type": "image", "path": ...}.
+        # The part itself may also describe the item, as in {"type": "image", "path": ...}.
         content = {key: keys.pop(key) for key in CONTENT_KEYS + LOCATION_KEYS if key in keys}
         return content or None
 
     def _item(self, name: str, value: Any, options: dict[str, Any], has_targets: bool) -> str:
-        """Return an item as text, and collect it. If `value` is None, use the next item of the column."""
+        """Collect a media item, and return the text that represents it.
+
+        Args:
+            name: The modality.
+            value: The value of the item; None to use the next item of the media column.
+            options: Options of the item.
+            has_targets: Whether the content around the item is trained on.
+        """
         if value is None:
             column, index = self._next_of_column(name)
             if index >= len(column):
-                return ""  # `check_counts` raises the error, with both numbers
+                return ""  # `check_counts` reports that there are more tags than items
             value = column[index]
         modality = self.notation.modalities[name]
         module, is_target = self._module_of_item(name, has_targets)
@@ -244,38 +283,43 @@ class RowMedia:
         runs = size.layout or (size.num_placeholders,)
         assert sum(run for run in runs if isinstance(run, int)) == size.num_placeholders, f"{name}: {size}"
         if not size.num_placeholders:
-            raise BadRow(f"{media.name} has 0 placeholder tokens, so the model cannot read it")
+            raise BadRow(f"{media.name} has 0 placeholder tokens, so the model cannot read it. Use a larger item.")
         inner_text = "".join(self.notation.text_of_run(name, run) for run in runs)
         text = modality.begin + inner_text + modality.end
         port = Port(name, "decoder" if module is modality.decoder else "encoder")
         self.items.append(MediaItem(port, size, (), is_target, media))
         self.texts.append(text)
 
-        stripped = text.strip()  # chat templates may strip contents; `widen` restores the white space
+        stripped = text.strip()  # `widen` restores the white space after rendering, because templates may remove it
         if not self.is_chat:
             return stripped
         number = sum(item.port.modality == name for item in self.items)
         return modality.in_chat.format(item=stripped, number=number, before=number - 1)
 
     def _next_of_column(self, name: str) -> tuple[Sequence[Any], int]:
-        """Return the column of a modality and the index of the next item. Advances the index."""
+        """Return the media column of a modality and the index of the next item, and count a tag."""
         if self.num_prompt_items is not None:
             example = json.dumps({"type": name, name: "..."})
             raise BadRow(
-                f"<{name}> is in a response of a preference, but the items of `{name}s` belong to the prompt. Write "
-                f"the item as a part of the response: {example}"
+                f"<{name}> is in a response of a preference row, but the items of `{name}s` belong to the prompt. "
+                f"Write the item as a content part of the response: {example}"
             )
         index = self.num_tags[name]
         self.num_tags[name] += 1
         return self.columns.get(name, []), index
 
     def _module_of_item(self, name: str, has_targets: bool) -> tuple[Encoder | Decoder | Follower, bool]:
-        """Return the module of the next item, and whether the item is a target."""
+        """Return the module that processes the next item, and whether the item is a target.
+
+        Raises:
+            BadRow: If the model cannot process an item of this modality at this position.
+        """
         modality = self.notation.modalities[name]
         label = f"{name} (item {len(self.items)})"
         if modality.follower is not None and modality.encoder is None and self.role != "assistant":
             location = f"a message of {self.role!r}" if self.role else "a plain text"
-            encoders = [name for name, m in self.notation.modalities.items() if m.encoder]
+            modalities = self.notation.modalities
+            encoders = [other for other in modalities if modalities[other].encoder]
             raise BadRow(
                 f"{label} is in {location}, but the model generates {name} and cannot read it. Move it to a message of "
                 f"the assistant; the model can read {', '.join(['text', *encoders])}."
@@ -288,16 +332,31 @@ class RowMedia:
         assert module is not None, f"modality {name} has no module"
         if self.num_prompt_items is not None and is_target:
             if isinstance(module, Follower):
-                raise BadRow(f"{label} is in a response of a preference, whose loss depends on text only. Remove it.")
+                raise BadRow(
+                    f"{label} is in a response of a preference row, but preference losses depend on text only. Remove "
+                    "it."
+                )
             if not isinstance(module, Encoder | LikelihoodDecoder):
                 reason = module.no_likelihood_reason
-                raise BadRow(f"{label} is in a response of a preference, whose loss needs likelihoods; but {reason}")
+                raise BadRow(
+                    f"{label} is in a response of a preference row, whose losses need likelihoods, but {reason}"
+                )
         return module, is_target
 
     def _measure(
         self, name: str, value: Any, options: dict[str, Any], module: Encoder | Decoder | Follower
     ) -> tuple[Media, MediaSize]:
-        """Read the value of an item from its row, and measure the item. Converts `BadMedia` to `BadRow`."""
+        """Read the value of an item, and measure the item.
+
+        Args:
+            name: The modality.
+            value: The value in the row.
+            options: Options of the item.
+            module: The module that will process the item.
+
+        Raises:
+            BadRow: If the item cannot be read or measured, or has an unknown option.
+        """
         label = f"{name} (item {len(self.items)})"
         try:
             value, options_of_value = read_value(value, self.find)
@@ -316,7 +375,7 @@ class RowMedia:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
 
     def _add_followed(self, name: str, media: Media, size: MediaSize) -> None:
-        """Add an item that a follower generates. It has no text in the sequence."""
+        """Collect an item that a follower generates. The sequence contains no text for it."""
         response = self.num_responses - 1
         if any(item.answer == response and item.port.modality == name for item in self.items):
             raise BadRow(f"{media.name}: the assistant message has more than one {name}. Keep one per message.")
@@ -324,14 +383,17 @@ class RowMedia:
         self.texts.append("")
 
     def widen(self, text: str, marks: Sequence[int] = ()) -> tuple[str, list[int]]:
-        """Restore white space around items, which chat templates may strip.
+        """Restore the white space at the beginning and end of items, which `write` has removed.
 
         Args:
             text: The output of the chat template.
-            marks: Character indices in `text`.
+            marks: Indices of characters in `text`.
 
         Returns:
-            The text with white space restored, and the corresponding indices in it.
+            The text with the white space, and the indices of the same characters in it.
+
+        Raises:
+            BadRow: If the text of an item is missing.
         """
         if all(item_text == item_text.strip() for item_text in self.texts):
             return text, list(marks)
@@ -355,7 +417,11 @@ class RowMedia:
         return "".join([*pieces, text[stop:]]), moved_marks
 
     def check_counts(self) -> None:
-        """Check that each column has as many items as the row has tags. Must be called after the last `write`."""
+        """Check that each media column has as many items as the row has tags. Call this after the last `write`.
+
+        Raises:
+            BadRow: If the numbers differ.
+        """
         for name in self.notation.modalities:
             num_tags = self.num_tags[name]
             num_items = len(self.columns.get(name, ()))
@@ -365,7 +431,7 @@ class RowMedia:
 
 
 def read_column(row: Row, name: str) -> list[Any] | None:
-    """Return the items of a modality in a row, from the column `NAMEs` or `NAME`. None if the row has neither."""
+    """Return the items in the media column of a modality, such as `images` or `image`; None if there is none."""
     plural = row.get(f"{name}s")
     if plural is not None:
         return plural if isinstance(plural, list) else [plural]
@@ -376,12 +442,15 @@ def read_column(row: Row, name: str) -> list[Any] | None:
 
 
 def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, Any]]:
-    """Return the content of an item (a path, encoded bytes, or plain values), and its options.
+    """Read the value of a media item in a row.
 
     Args:
         value: A string, bytes, plain values, a list of those, or an object with a key of `CONTENT_KEYS` or
             `LOCATION_KEYS`. Other keys of such an object are options.
         find: Returns the media files that the row refers to.
+
+    Returns:
+        The content of the item (a path, encoded bytes, or plain values), and its options.
 
     Raises:
         BadMedia: If the value is empty or cannot be read.
@@ -389,7 +458,8 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
     options: dict[str, Any] = {}
     if isinstance(value, Mapping):
         value = {key: part for key, part in value.items() if part is not None}
-        # {"url": ...}, {"data": ..., "format": ...}, {"bytes": ..., "path": ...}. Objects with lists are plain values.
+        # Objects such as {"url": ...} or {"data": ..., "format": ...} describe an item. An object with lists in it is a
+        # plain value.
         value_keys = CONTENT_KEYS + LOCATION_KEYS
         value_key = next((key for key in value_keys if isinstance(value.get(key), str | bytes)), None)
         if value_key and all(isinstance(part, str | bytes | float | int) for part in value.values()):
@@ -407,7 +477,11 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
 
 
 def read_string(value: str, find: Find) -> Path | bytes:
-    """Return the path or bytes that a string stands for: a data URL, a file URL, a path, or base64."""
+    """Return the path or the content that a string refers to. It may be a data URL, a file URL, a path or base64.
+
+    Raises:
+        BadMedia: If the string is a network address, or neither a file nor valid base64.
+    """
     if value.startswith("data:"):
         head, _, body = value.partition(",")
         return decode_base64(body) if head.endswith(";base64") else unquote_to_bytes(body)
@@ -435,5 +509,5 @@ def decode_base64(text: str) -> bytes:
 
 
 def seed_of(*key: int) -> int:
-    """Return a 64-bit seed from a hash of the key, which is the same on every machine and in every process."""
+    """Return a 64-bit seed that is computed from `key`. It is the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""Convert messages in various conventions to the form that chat templates expect.
+"""Convert the messages of a row, which may follow several conventions, to the form that chat templates expect.
 
-Roles, tools, tool calls and loss weights are converted to one form. `template_conventions.py` checks that the chat
-template does not drop a message, a field of a message, or the tools.
+The conventions differ in roles, tools, tool calls and loss weights. `template_conventions.py` checks afterwards that
+the chat template does not drop anything.
 """
 
 import json
@@ -14,8 +14,8 @@ from omnizoo.data.rows.unused_fields import RowFields, is_empty
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
-DEFAULT_WEIGHTS = {role: float(role == "assistant") for role in ROLES}
-# Speaker names of ShareGPT and similar formats. If the template has its own word for tools, that word is kept.
+DEFAULT_WEIGHTS = {role: float(role == "assistant") for role in ROLES}  # loss weight of messages without loss keys
+# Names of speakers in ShareGPT and similar formats, and the roles that they stand for.
 SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -28,17 +28,17 @@ SPEAKERS = {
     "tool_response": "tool",
     "function": "tool",
 }
-WEIGHT_KEYS = ("weight", "loss_weight")
-LOSS_KEYS = ("loss", "train", *WEIGHT_KEYS)  # keys of a message that set its loss weight
-REASONING_PARTS = ("reasoning", "thinking")  # types of content parts with the reasoning of the assistant
-CALL_PART = "tool_call"  # type of a content part with a tool call, as JSON
+WEIGHT_KEYS = ("weight", "loss_weight")  # keys of a message with a number as its loss weight
+LOSS_KEYS = ("loss", "train", *WEIGHT_KEYS)  # all keys of a message that set its loss weight
+REASONING_PARTS = ("reasoning", "thinking")  # types of content parts that contain reasoning of the assistant
+CALL_PART = "tool_call"  # type of a content part that contains a tool call as JSON
 CALLS = ("function_call", "tool_call")  # speakers whose content is a tool call of the assistant, as JSON
-PLAIN = {"role", "content", "loss"}
+PLAIN = {"role", "content", "loss"}  # keys of a message that every chat template supports
 MAX_WEIGHT = 1e6  # maximum loss weight of a message or row
 
 
 class MessageRules(Protocol):
-    """Properties of a chat template that are needed to read messages."""
+    """The properties of a chat template that are needed to convert messages. `Conventions` implements them."""
 
     def knows(self, role: str) -> bool:
         """Whether the template accepts messages of this role."""
@@ -48,11 +48,11 @@ class MessageRules(Protocol):
 
     @property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of tool calls as objects, not as JSON text."""
+        """Whether the template expects the arguments of tool calls as objects instead of JSON text."""
 
 
 def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fields: RowFields) -> list[Message]:
-    """Return messages in the form that the template expects, each with its loss weight as `loss`.
+    """Convert messages to the form that the template expects, each with its loss weight as `loss`.
 
     Args:
         value: The messages in the row.
@@ -71,15 +71,25 @@ def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fiel
 
 
 def read_message(value: Any, number: int, rules: MessageRules, fields: RowFields) -> Message:
-    """Return one message in the form that the template expects. `number` is its index, for error messages."""
+    """Convert one message to the form that the template expects, with its loss weight as `loss`.
+
+    Args:
+        value: The message in the row.
+        number: Index of the message, for error messages.
+        rules: Properties of the chat template.
+        fields: Determines which fields are ignored.
+
+    Raises:
+        BadRow: If the message cannot be read.
+    """
     if not isinstance(value, dict):
         raise BadRow(f"message {number} is not an object with a `role`")
     role = value.get("role")
     if len(value) == 2 and role in DEFAULT_WEIGHTS and isinstance(value.get("content"), str):
-        # Fast path for the common case.
+        # Return early for the most common kind of message.
         return {"role": role, "content": value["content"], "loss": DEFAULT_WEIGHTS[role]}
 
-    # Columnar files give every message the union of all keys, so None means that the key is absent.
+    # In columnar files, every message has the union of all keys, so a key with None counts as absent.
     present = {name: item for name, item in value.items() if item is not None}
     message: Message = {name: item for name, item in present.items() if name not in fields.ignored}
     _set_role(message, number, rules)
@@ -97,7 +107,7 @@ def read_message(value: Any, number: int, rules: MessageRules, fields: RowFields
 
 
 def _set_role(message: Message, number: int, rules: MessageRules) -> None:
-    """Set the `role` and `content` of a message from the keys and speaker names of other conventions, in place."""
+    """Convert the keys and speakers of other conventions to `role` and `content`, in place."""
     if "from" in message:
         duplicates = sorted(message.keys() & {"role", "content"})
         if duplicates:
@@ -124,10 +134,10 @@ def _set_role(message: Message, number: int, rules: MessageRules) -> None:
 def _read_parts(message: Message, number: int) -> None:
     """Move reasoning and tool calls from the content parts of a message to keys that templates read, in place.
 
-    Other parts with a `value`, as in LLaMA-Factory, get the key of their type: `{"type": "text", "text": ...}`.
+    A part such as `{"type": "text", "value": ...}`, as in LLaMA-Factory, becomes `{"type": "text", "text": ...}`.
 
     Raises:
-        BadRow: If the order of the parts differs from that of templates: reasoning, text and media, tool calls.
+        BadRow: If the parts are not in the order in which templates write them: reasoning, text and media, tool calls.
     """
     content: list[Any] = []
     reasoning: list[str] = []
@@ -148,14 +158,14 @@ def _read_parts(message: Message, number: int) -> None:
     new_fields = {"reasoning_content": "".join(reasoning), "tool_calls": calls}
     for name, value in new_fields.items():
         if value and name in message:
-            raise BadRow(f"message {number} has `{name}` and parts with the same meaning. Keep one of them.")
+            raise BadRow(f"message {number} has both `{name}` and content parts for it. Keep one of them.")
         if value:
             message[name] = value
     message["content"] = content or ""
 
 
 def _kind_and_value(part: Any) -> tuple[Any, Any]:
-    """Return the type of a content part, and its value, which is in the key `value` or the key named by the type."""
+    """Return the type of a content part, and the value in its key `value` or in the key that is named like the type."""
     if not isinstance(part, dict):
         return None, None
     kind = part.get("type")
@@ -164,16 +174,20 @@ def _kind_and_value(part: Any) -> tuple[Any, Any]:
 
 
 def _assistant_text(message: Message, value: Any, what: str) -> Any:
-    """Return the value of a reasoning or tool call part. Raises `BadRow` if the message has another role."""
+    """Return the value of a content part with reasoning or a tool call.
+
+    Raises:
+        BadRow: If the message is not from the assistant, or if the value is empty or has a wrong type.
+    """
     if message["role"] != "assistant":
         raise BadRow(f"{what} is reasoning or a tool call, but the message is from {message['role']!r}")
     if not value or not isinstance(value, str | dict):
-        raise BadRow(f"{what} is empty or of type {type(value).__name__}")
+        raise BadRow(f"{what} is empty, or its type is {type(value).__name__}; expected a string or an object")
     return value
 
 
 def _with_named_value(part: Any) -> Any:
-    """Return a content part with the key of its type instead of `value`."""
+    """Return a content part whose value is in the key that is named like its type, instead of in `value`."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part.get("value") is None:
         return part
     kind = part["type"]
@@ -183,10 +197,17 @@ def _with_named_value(part: Any) -> Any:
 
 
 def loss_weight(message: Message, number: int) -> float:
-    """Remove the `LOSS_KEYS` from a message, and return its loss weight.
+    """Remove the keys in `LOSS_KEYS` from a message, and return the loss weight that they set.
 
-    `loss` and `train` are synonyms for a weight of 1 or 0, and `loss_weight` for `weight`. Without any of these keys,
-    the weight is 1 for assistant messages and 0 for others.
+    `loss` and `train` are true or false, for a weight of 1 or 0. `weight` and `loss_weight` are numbers. Without any of
+    these keys, the weight is 1 for assistant messages and 0 for others.
+
+    Args:
+        message: The message, which is changed in place.
+        number: Index of the message, for error messages.
+
+    Raises:
+        BadRow: If a value is invalid, or if two keys contradict each other.
     """
     role = message["role"]
     flags = []
@@ -195,7 +216,7 @@ def loss_weight(message: Message, number: int) -> float:
         if name in message:
             flag = message.pop(name)
             if not isinstance(flag, bool):
-                raise BadRow(f"`{name}` of message {number} is {flag!r}, not true or false")
+                raise BadRow(f"`{name}` of message {number} is {flag!r}; expected true or false")
             flags.append(flag)
     for name in WEIGHT_KEYS:
         if name in message:
@@ -215,14 +236,27 @@ def loss_weight(message: Message, number: int) -> float:
 
 
 def read_weight(value: Any, what: str) -> float:
-    """Return the loss weight of a message or row. Raises `BadRow` unless it is a number from 0 to `MAX_WEIGHT`."""
+    """Return a loss weight as a float. Raises `BadRow` unless it is a number from 0 to `MAX_WEIGHT`.
+
+    Args:
+        value: The weight in the row.
+        what: Name of the value, for the error message.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
-        raise BadRow(f"{what} is {str(value)[:80]!r}; expected a factor for the loss, from 0 to {MAX_WEIGHT:g}")
+        raise BadRow(f"{what} is {str(value)[:80]!r}; expected a number from 0 to {MAX_WEIGHT:g}")
     return float(value)
 
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
-    """Return the messages with the system prompt at the start. Raises `BadRow` if they contain a different one."""
+    """Return the messages with a system message at the start.
+
+    Args:
+        messages: The messages.
+        system: The system prompt, from the field `system` of the row.
+
+    Raises:
+        BadRow: If the system prompt is not a string, or if the messages contain a different one.
+    """
     if not isinstance(system, str):
         raise BadRow(f"`system` is {type(system).__name__}, not a string")
     system_contents = [message["content"] for message in messages if message["role"] == "system"]
@@ -232,7 +266,7 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
 
 
 def as_prompt(messages: Sequence[Message]) -> list[Message]:
-    """Return copies of the messages with a loss weight of 0, whatever loss keys the originals have."""
+    """Return copies of the messages that are not trained on, regardless of their loss keys."""
     prompt = []
     for message in messages:
         without_loss = {key: value for key, value in message.items() if key not in LOSS_KEYS}
@@ -241,20 +275,34 @@ def as_prompt(messages: Sequence[Message]) -> list[Message]:
 
 
 def read_calls(value: Any, what: str) -> list[Any]:
-    """Return the tool calls in the content of a message or part. It is JSON: one call or a list of calls."""
+    """Parse the tool calls in the content of a message or content part.
+
+    Args:
+        value: JSON text, or a value parsed from it: one call or a list of calls, each with `name` and `arguments`.
+        what: Name of the value, for error messages.
+
+    Returns:
+        The tool calls in the form of the OpenAI API.
+    """
     calls = parse(value, what)
     calls = calls if isinstance(calls, list) else [calls]
     tool_calls = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow(f"{what} is not a call with `name` and `arguments`")
+            raise BadRow(f"{what} is not a tool call; expected an object with `name` and `arguments`")
         function = {"name": call["name"], "arguments": call.get("arguments", {})}
         tool_calls.append({"type": "function", "function": function})
     return tool_calls
 
 
 def with_arguments(call: Any, rules: MessageRules, number: int) -> Message:
-    """Return a tool call with its arguments in the form that the template expects: an object or JSON text."""
+    """Convert the arguments of a tool call to the form that the template expects: an object or JSON text.
+
+    Args:
+        call: The tool call.
+        rules: Properties of the chat template.
+        number: Index of the message, for error messages.
+    """
     if not isinstance(call, dict):
         raise BadRow(f"`tool_calls` of message {number} contains {type(call).__name__}, not objects")
     function = call.get("function")
@@ -265,12 +313,20 @@ def with_arguments(call: Any, rules: MessageRules, number: int) -> Message:
     what = f"`arguments` of a call in message {number}"
     arguments = parse(call["arguments"], what)
     if not isinstance(arguments, dict):
-        raise BadRow(f"{what} are {type(arguments).__name__}, not an object")
+        raise BadRow(f"{what} has the type {type(arguments).__name__}; expected an object")
     return {**call, "arguments": arguments if rules.takes_objects else json.dumps(arguments, ensure_ascii=False)}
 
 
 def read_list(value: Any, what: str) -> list[Any]:
-    """Return a list of objects. The list, or each object in it, may be JSON text."""
+    """Return a value of a row as a list of objects.
+
+    Args:
+        value: A list of objects or a single object. The value, or each object in it, may be JSON text.
+        what: Name of the value, for error messages.
+
+    Raises:
+        BadRow: If the value has another form.
+    """
     if isinstance(value, str):
         value = parse(value, what) if value.strip() else []
     if isinstance(value, dict):
@@ -285,7 +341,15 @@ def read_list(value: Any, what: str) -> list[Any]:
 
 
 def parse(value: Any, what: str) -> Any:
-    """Parse a string as JSON, and return other values unchanged. Raises `BadRow` if the JSON is not valid."""
+    """Parse a string as JSON. Return other values unchanged.
+
+    Args:
+        value: The value.
+        what: Name of the value, for the error message.
+
+    Raises:
+        BadRow: If the string is not valid JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -296,7 +360,16 @@ def parse(value: Any, what: str) -> Any:
 
 
 def check_names(functions: Sequence[Any], text: str, what: str) -> None:
-    """Check that the name of each tool or tool call occurs in the rendered text. Raises `BadRow` otherwise."""
+    """Check that the name of each tool or tool call occurs in the rendered text.
+
+    Args:
+        functions: The tools or tool calls.
+        text: The rendered conversation.
+        what: Name of the list, for the error message.
+
+    Raises:
+        BadRow: If a name does not occur.
+    """
     for function in functions:
         inner = function.get("function") if isinstance(function.get("function"), dict) else function
         name = inner.get("name")

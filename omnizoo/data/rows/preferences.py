@@ -1,4 +1,7 @@
-"""Read preference rows. Each response of a pair, or the labeled response, becomes a conversation with its prompt."""
+"""Read preference rows: preference pairs, and labeled responses (KTO).
+
+Each response is combined with the prompt of the row, so that it can be rendered like any other row.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +13,18 @@ from omnizoo.data.rows.messages import CALLS, SPEAKERS, as_prompt
 from omnizoo.data.rows.schemas import chat_prompt
 from omnizoo.data.rows.unused_fields import REJECTED_RESPONSE
 
-LABEL_ROLES = ("desirable", "undesirable")  # roles of labeled responses, as KTO uses them
+LABEL_ROLES = ("desirable", "undesirable")  # roles of labeled responses with the label true or false
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """A row with a single response: `messages` that end with the response, or a `text` that begins with `prompt`."""
+    """A row with a single response, which consists of messages or of a plain text."""
 
     role: str  # one of `sample.ROLES`; empty without preferences
     row: Row
-    prompt: str = ""
-    messages: int = 0  # number of messages, at the end, that form the response; 0 for a `text`
+    prompt: str = ""  # beginning of a plain text that is not trained on; the rest is the response
+    messages: int = 0  # number of messages at the end that form the response; 0 for a plain text
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,16 @@ class PreferenceRow:
     """The prompt and responses of a preference row. They are either all plain texts or all messages."""
 
     prompt: str | Messages
-    responses: dict[str, str | Messages]  # by role
-    other_fields: Row  # fields that apply to each response: media, tools, ...
+    responses: dict[str, str | Messages]  # keyed by role
+    other_fields: Row  # fields that apply to all responses, such as media and tools
 
     def with_response(self, role: str, response: str | Messages) -> ResponseRow:
-        """Return the row with one response: the prompt followed by the response."""
+        """Return a row that consists of the prompt and one response.
+
+        Args:
+            role: Role of the response.
+            response: The response.
+        """
         if isinstance(self.prompt, str):
             assert isinstance(response, str)
             return ResponseRow(role, {**self.other_fields, "text": self.prompt + response}, self.prompt)
@@ -46,9 +54,9 @@ def response_rows(present: Row, labeled_responses: bool = False) -> list[Respons
     """Return one row for each response of a preference row.
 
     Args:
-        present: The non-empty fields of the row.
-        labeled_responses: Whether labeled responses are accepted. The responses of a pair then get the roles
-            `LABEL_ROLES`.
+        present: The fields of the row that are not empty.
+        labeled_responses: Whether a loss uses labeled responses. The responses of a pair then have the roles
+            `desirable` and `undesirable` instead of `chosen` and `rejected`.
 
     Raises:
         BadRow: If the row is not a valid preference row.
@@ -58,7 +66,11 @@ def response_rows(present: Row, labeled_responses: bool = False) -> list[Respons
 
 
 def mismatched_rows(present: Row, other: Row) -> list[ResponseRow]:
-    """Return one row for each response of `other`, with the prompt of `present`, for the KTO baseline.
+    """Combine the prompt of a row with each response of another row, for the KTO baseline.
+
+    Args:
+        present: The fields of the row that are not empty.
+        other: The fields of the other row that are not empty.
 
     Raises:
         BadRow: If the rows have the same prompt, or if one has plain texts and the other messages.
@@ -66,7 +78,7 @@ def mismatched_rows(present: Row, other: Row) -> list[ResponseRow]:
     row = _read(present, labeled_responses=True)
     other_row = _read(other, labeled_responses=True)
     if type(row.prompt) is not type(other_row.prompt):
-        raise BadRow("one row has plain texts, the other has messages")
+        raise BadRow("one of the two rows has plain texts, but the other one has messages")
     if is_same(row.prompt, other_row.prompt):
         raise BadRow("the other row has the same prompt")
     return [row.with_response("mismatched", response) for response in other_row.responses.values()]
@@ -84,7 +96,7 @@ def _read(present: Row, labeled_responses: bool) -> PreferenceRow:
         raise BadRow(message, _fix_of_copies(present, prompt_fields))
     prompt = present[prompt_fields[0]] if prompt_fields else None
     response_fields = _response_fields(present, labeled_responses)
-    # `text` and `weight` are in the row only if a pattern of data.ignore matches them.
+    # Drop `text` and `weight` as well: they can only be in the row if a pattern of data.ignore matches them.
     known_fields = (*SIDES, *SINGLE, *PROMPTS, *RESPONSES, REJECTED_RESPONSE, "text", "weight")
     other_fields = {name: value for name, value in present.items() if name not in known_fields}
 
@@ -108,10 +120,14 @@ def _read(present: Row, labeled_responses: bool) -> PreferenceRow:
 
 
 def _with_last_response(present: Row) -> Row:
-    """Return the row with its response, and the alternative to it, in the fields for responses.
+    """Move the response of a row, and the rejected alternative if there is one, to the fields of preference rows.
 
-    The response is the last one in `messages` or `conversations`, or the text of an instruction row. It becomes the
-    `completion` of a labeled row, and `chosen` in a row with a `rejected_response`.
+    The response consists of the last messages of the assistant in `messages` or `conversations`, or it is the text of
+    an instruction row. It is moved to `chosen` if the row has a `rejected_response`, which is then moved to `rejected`.
+    Otherwise, it is moved to `completion`.
+
+    Raises:
+        BadRow: If the row has several responses, or messages without a response at the end.
     """
     name = "chosen" if REJECTED_RESPONSE in present else "completion"
     fields = [field for field in RESPONSES if field in present]
@@ -128,7 +144,7 @@ def _with_last_response(present: Row) -> Row:
 
 
 def _with_split_messages(present: Row, name: str) -> Row:
-    """Return the row with the last messages of the assistant in the field `name`, and the others as its prompt."""
+    """Move the last messages of the assistant to the field `name`. The other messages stay, as the prompt."""
     for field in ("messages", "conversations"):
         messages = present.get(field)
         if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
@@ -142,7 +158,7 @@ def _with_split_messages(present: Row, name: str) -> Row:
 
 
 def _with_chat_prompt(present: Row) -> Row:
-    """Return the row with messages as its prompt, if the prompt is in the fields of an instruction row."""
+    """Convert the prompt of an instruction row (`instruction`, `query`, `history`, ...) to messages in `prompt`."""
     fields = [name for name in CHAT_PROMPTS if name in present]
     if not fields or fields == ["history"]:
         return present
@@ -155,13 +171,17 @@ def _with_chat_prompt(present: Row) -> Row:
 
 
 def _fix_of_copies(present: Row, prompt_fields: list[str]) -> list[Fix]:
-    """Return a fix that drops a prompt field which only repeats the chosen conversation."""
+    """Return a fix that drops prompt fields which only repeat the field `chosen`."""
     copies = [name for name in prompt_fields if is_same(present[name], present.get("chosen"))]
     return [Fix("data.ignore", copies, "a copy of `chosen`")] if copies else []
 
 
 def _response_fields(present: Row, labeled_responses: bool) -> dict[str, str]:
-    """Return the field of each response, by role."""
+    """Return the name of the field that contains each response, keyed by the role of the response.
+
+    Raises:
+        BadRow: If a field is missing, the label is not a boolean, or both responses of a pair are the same.
+    """
     is_labeled = labeled_responses and not any(name in present for name in SIDES)
     kind = "labeled response" if is_labeled else "preference pair"
     required = SINGLE if is_labeled else SIDES
@@ -180,12 +200,21 @@ def _response_fields(present: Row, labeled_responses: bool) -> dict[str, str]:
 
 
 def _messages(value: Any, role: str, what: str) -> Messages:
-    """Return a text, a message or a list of messages as a list of messages. A text becomes a message with `role`."""
+    """Convert a text, a message or a list of messages to a list of messages.
+
+    Args:
+        value: The value in the row.
+        role: Role of the message that a text becomes.
+        what: Name of the value, for the error message.
+
+    Raises:
+        BadRow: If the value has another form.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise BadRow(f"{what} is {type(value).__name__}, not a string, a message or a list of messages")
+        raise BadRow(f"{what} is {type(value).__name__}; expected a string, a message or a list of messages")
     return messages
 
 
@@ -202,8 +231,11 @@ def _split_prompt(
 
     Args:
         conversations: The conversations `chosen` and `rejected`.
-        prompt: The prompt field of the row, which must equal the common beginning; None if the row has none.
-        is_text: Whether the prompt field is a string. It is then compared only with the last message of the beginning.
+        prompt: The prompt field of the row as messages, which must equal the common beginning; None if there is none.
+        is_text: Whether the prompt field is a string. It is then compared with the last message of the beginning only.
+
+    Returns:
+        The prompt, and the two responses.
 
     Raises:
         BadRow: If the conversations have different prompts.
@@ -219,7 +251,7 @@ def _split_prompt(
         )
 
     shared_prompt = chosen[:num_shared]
-    # A prompt that is a string is the last user message.
+    # A prompt that is a string is compared with the last message of the common beginning.
     last_message = shared_prompt[-1] if is_text else {}
     actual = [last_message.get("content", last_message.get("value"))] if is_text else shared_prompt
     expected = [prompt[-1]["content"]] if is_text and prompt else prompt
@@ -229,7 +261,7 @@ def _split_prompt(
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Whether two values of rows are equal. Arrays, which may contain media, are compared by content."""
+    """Whether two nested values are equal. Arrays, which may contain media, are compared by content."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

@@ -1,9 +1,9 @@
-"""Detect the format of a row with a table of rules, and convert the row to `messages` or `text`.
+"""Detect the format of a row, and convert the row to `messages` or `text`.
 
-A rule depends on the names and types of fields. The content of a text matters only for captions: a text with media
-tags is not a caption. If several rules match, the row is a bad row unless `data.sources.N.format` selects one.
-Fields that a format does not use stay in the row, and raise an error if they are not used elsewhere
-(`unused_fields.py`).
+The table `FORMATS` has a rule for each format, which depends on the names and types of fields. It does not depend on
+the content of a text, with one exception: a text with media tags is not a caption. If several rules match, the row is a
+bad row unless `data.sources.N.format` selects one. Fields that a format does not use stay in the row, and
+`unused_fields.py` checks them.
 """
 
 import json
@@ -17,12 +17,12 @@ from omnizoo.data.rows.messages import as_prompt, parse
 from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.data.rows.unused_fields import METADATA_FIELDS, unsupported_reason
 
-# Field names of a plain text, if the row has no other content.
+# Names of fields that are read as plain text if the row has no other content.
 DOCUMENT = (
     *("content", "body", "document", "article", "passage", "paragraph", "story", "page_content"),
     *("full_text", "plain_text", "raw_text", "raw_content", "code"),
 )
-# Ambiguous names of prompts and responses. They are not read, but error messages suggest how to rename them.
+# Names of prompts and responses that are not read because they are ambiguous. Error messages suggest to rename them.
 OTHER_PAIRS = (
     *(("question", "answer"), ("question", "response"), ("question", "output"), ("input", "output")),
     *(("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("instruction", "response")),
@@ -30,16 +30,17 @@ OTHER_PAIRS = (
     *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("problem", "answer")),
     *(("question", "solution"), ("user", "assistant"), ("human", "assistant"), ("dialogue", "summary")),
 )
+# The same for the two responses of a preference pair.
 OTHER_SIDES = (
     *(("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"), ("accepted", "rejected")),
     *(("preferred", "dispreferred"), ("better", "worse")),
 )
-# Names of the transcript of a sound, or of the description of a picture.
+# Names of fields with the transcript of an audio item or the description of an image.
 TRANSCRIPTS = ("sentence", "transcription", "transcript", "raw_transcription", "normalized_text", "description")
 # Formats in the order in which `omnizoo new` prefers them for rows that match several of them.
 PREFERRED = ("messages", "alpaca", "query_response", "prompt_completion", "caption", "from_caption", "text")
 TOKEN_NAMES = ("token_ids", "tokens")  # other names of `input_ids`; error messages suggest how to rename them
-LISTS = ("messages", "conversations", "history")  # never plain text: a list or object in a string is parsed as JSON
+LISTS = ("messages", "conversations", "history")  # fields whose strings are parsed as JSON, because they contain lists
 EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text or messages
 
 
@@ -48,13 +49,13 @@ class SchemaInput:
     """The input of a rule: the fields of a row, and the modalities of the model."""
 
     present: Row  # fields that are not empty
-    names: Collection[str]  # fields that are present, including empty ones
+    names: Collection[str]  # names of all fields of the row, including empty ones
     encoded: Collection[str]  # modalities with an encoder
     decoded: Collection[str]  # modalities with a decoder
 
     @property
     def media(self) -> dict[str, str]:
-        """The name of the media column of each modality in the row."""
+        """Name of the media column of each modality that the row has media of."""
         columns = {}
         for name in sorted({*self.encoded, *self.decoded}):
             for column in (name, f"{name}s"):
@@ -63,7 +64,10 @@ class SchemaInput:
         return columns
 
     def has(self, *required: str) -> str:
-        """Return a reason if all of these columns are present and at least one is not empty, otherwise ""."""
+        """Return the reason for a match if the row has all `required` fields and at least one of them is not empty.
+
+        Otherwise, return "".
+        """
         if all(name in self.names for name in required) and any(name in self.present for name in required):
             return "the row has " + " and ".join(f"`{name}`" for name in required)
         return ""
@@ -71,11 +75,11 @@ class SchemaInput:
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A row with a known format, converted to `messages`, `conversations` or `text`."""
+    """A row whose format was detected, converted to `messages`, `conversations`, `text` or `input_ids`."""
 
     format: str  # name of the format
     why: str  # reason for the match
-    row: Row  # the converted row, with its other fields
+    row: Row  # the converted row, including the fields that the format does not use
     prompt: str = ""  # beginning of `text` that is not trained on
 
 
@@ -84,10 +88,10 @@ class Format:
     """One entry of the table of row formats."""
 
     name: str
-    rule: str  # description of the required fields, for messages and docs
-    takes: tuple[str, ...]  # fields that it uses
-    fits: Callable[[SchemaInput], str]  # returns the reason for a match, or ""
-    convert: Callable[[SchemaInput], tuple[Row, str]] = field(repr=False)  # returns the new row and its prompt
+    rule: str  # description of the required fields, for error messages and docs
+    takes: tuple[str, ...]  # fields that the format uses
+    fits: Callable[[SchemaInput], str]  # returns the reason for a match, or "" if the row has another format
+    convert: Callable[[SchemaInput], tuple[Row, str]] = field(repr=False)  # returns `row` and `prompt` of a ParsedRow
 
 
 def parse_row(
@@ -97,7 +101,7 @@ def parse_row(
     decoded: Collection[str] = (),
     schema: SourceSchema = DEFAULT_SCHEMA,
 ) -> ParsedRow | None:
-    """Detect the format of a row, and convert the row.
+    """Detect the format of a row without preferences, and convert the row.
 
     Args:
         row: The whole row.
@@ -134,7 +138,13 @@ def parse_row(
 
 
 def _parse_as(format: Format, matches: Mapping[str, str], schema_input: SchemaInput, schema: SourceSchema) -> ParsedRow:
-    """Convert a row to the format that `data.sources.N.format` selects."""
+    """Convert a row whose format is set by `data.sources.N.format`.
+
+    Fields that only other formats use are dropped.
+
+    Raises:
+        BadRow: If the row lacks fields that the format needs.
+    """
     present = schema_input.present
     if format.name not in matches and not (format.name == "text" and "text" in present):
         names = ", ".join(f"`{name}`" for name in present) or "no fields"
@@ -147,7 +157,7 @@ def _parse_as(format: Format, matches: Mapping[str, str], schema_input: SchemaIn
 
 
 def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
-    """Return one fix for each format that a row matches, the most structured format first."""
+    """Return one fix for each format that a row matches, in the order of `PREFERRED`."""
     order = [*PREFERRED, *FORMATS]
     formats = sorted(matches, key=order.index)
     reason = f"the rows match {' and '.join(formats)}"
@@ -155,15 +165,17 @@ def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
 
 
 def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collection[str] = ()) -> list[Fix]:
-    """Return the renamed columns with which a row that no rule matches can be read.
-
-    If the names of its texts do not show how to read it, only the user can choose the columns.
+    """Return changes of `columns` with which a row that no rule matches can be read.
 
     Args:
         row: The whole row.
         present: The fields that are neither empty nor ignored.
         schema: Settings of the source.
         media: Names of the modalities of the model.
+
+    Returns:
+        One fix, or an empty list. The value of the fix is None if the names of the fields do not show which text is the
+        prompt and which one the response, so that the user must choose.
     """
     columns, purpose = _columns_of(row, present, media)
     renamed = {name: field for name, field in columns.items() if name != field}
@@ -178,7 +190,7 @@ def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collectio
 
 
 def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:
-    """Return renamed columns for a row that no rule matches, and their purpose. Both are empty if there are none."""
+    """Return the columns to rename in a row that no rule matches, and the purpose. Both are empty if there are none."""
     for name, value in present.items():
         if isinstance(value, list) and value and all(map(_is_message, value)):
             return {"messages": name}, "to read it as a chat"
@@ -187,7 +199,7 @@ def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[st
             return {"chosen": chosen, "rejected": rejected}, "to read them as a preference pair"
     for prompt, response in OTHER_PAIRS:
         if prompt in present and response in present:
-            if "context" in row:  # may be empty in this row
+            if "context" in row:  # even if it is empty in this row
                 return {"instruction": prompt, "input": "context", "output": response}, "to read them as a chat"
             return {"query": prompt, "response": response}, "to read them as a chat"
     for name in TOKEN_NAMES:
@@ -197,7 +209,7 @@ def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[st
 
 
 def _columns_of_text(present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:
-    """Return renamed columns for a row with one text, which is a transcript or caption if the row has media."""
+    """Return the columns to rename in a row with one text, and the purpose. With media, the text is a caption."""
     names = [name for name in present if name not in METADATA_FIELDS]
     media_columns = [name for name in names if name in media or name.removesuffix("s") in media]
     texts = [name for name in names if isinstance(present[name], str) and name not in media_columns]
@@ -210,18 +222,27 @@ def _columns_of_text(present: Row, media: Collection[str]) -> tuple[dict[str, st
 
 
 def prompt_fixes(present: Row, schema: SourceSchema) -> list[Fix]:
-    """Return renamed columns for a preference row of texts whose prompt has another name; empty if there are none."""
+    """Return changes of `columns` for a preference row whose prompt has another name; empty if there are none."""
     if any(name in present for name in (*PROMPTS, *CHAT_PROMPTS)) or not isinstance(present.get("chosen"), str):
         return []
     prompts = [prompt for prompt, _ in OTHER_PAIRS if isinstance(present.get(prompt), str)]
     return [Fix(f"{schema.key}.columns", {"query": prompts[0]}, "to read it as the prompt")] if prompts else []
 
 
-# Fields that contain JSON text
+# Fields that contain JSON as text
 
 
 def with_json(present: Row, schema: SourceSchema, media: Collection[str]) -> Row:
-    """Parse the fields that contain JSON text: lists of messages, lists of media, and the `json_columns`."""
+    """Parse the fields that contain JSON as text: lists of messages, lists of media, and the `json_columns`.
+
+    Args:
+        present: The fields that are neither empty nor ignored.
+        schema: Settings of the source.
+        media: Names of the modalities of the model.
+
+    Raises:
+        BadRow: If the JSON is not valid, or if it is unclear whether a field contains JSON or a text.
+    """
     json_columns = schema.json_columns
     parsed = {}
     for name, value in present.items():
@@ -247,7 +268,7 @@ def _looks_like_json(text: str) -> bool:
 
 
 def _has_messages(text: str) -> bool:
-    """Whether a text is JSON that consists of a message or a list of messages."""
+    """Whether a text is the JSON of a message or of a list of messages."""
     value = _list_or_object(text)
     messages = value if isinstance(value, list) else [value]
     return bool(messages) and all(map(_is_message, messages))
@@ -270,24 +291,24 @@ def _list_or_object(text: str) -> Any:
         return None
 
 
-# Conversion of each format to messages or a text
+# Conversions of the formats to messages or a text. Each of them returns `row` and `prompt` of a `ParsedRow`.
 
 
 def _unchanged(schema_input: SchemaInput) -> tuple[Row, str]:
-    """Return the row unchanged, for formats that need no conversion."""
+    """Return the row unchanged."""
     return schema_input.present, ""
 
 
 def _text(present: Row, name: str) -> str:
-    """Return a text field, or "" if it is absent. Raises `BadRow` for other types."""
+    """Return a text field, or "" if it is absent. Raises `BadRow` if it is not a string."""
     value = present.get(name, "")
     if not isinstance(value, str):
-        raise BadRow(f"`{name}` is {type(value).__name__}, not a string")
+        raise BadRow(f"`{name}` is {type(value).__name__}; expected a string")
     return value
 
 
 def _response(present: Row, name: str) -> str:
-    """Return a response field. Raises `BadRow` if it is empty."""
+    """Return a text field that contains the response. Raises `BadRow` if it is empty."""
     response = _text(present, name)
     if not response:
         raise BadRow(f"`{name}` is empty, so the row has no response to train on")
@@ -305,13 +326,13 @@ def _turns(prompt: str, response: str) -> list[Row]:
 
 
 def _history(present: Row) -> list[Row]:
-    """Return the messages of earlier turns. `history` is a list of [prompt, response] pairs."""
+    """Return the messages of the field `history`, a list of [prompt, response] pairs; empty if it is absent."""
     turns: list[Row] = []
     history = present.get("history", [])
     pairs = history if isinstance(history, list | tuple) else [history]
     for number, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow(f"entry {number} of `history` is not a pair of strings [prompt, response]")
+            raise BadRow(f"entry {number} of `history` is not a pair of strings; expected [prompt, response]")
         turns += _turns(*pair)
     return turns
 
@@ -330,7 +351,7 @@ def _instruction(present: Row) -> str:
 
 
 def chat_prompt(present: Row) -> list[Row]:
-    """Return the messages before the response of a preference row whose prompt is in texts."""
+    """Return the prompt of a preference row as messages, from `query` or `instruction`, `input` and `history`."""
     prompt = _text(present, "query") or _instruction(present)
     if not prompt:
         raise BadRow("the prompt is empty")
@@ -338,12 +359,14 @@ def chat_prompt(present: Row) -> list[Row]:
 
 
 def _from_alpaca(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Convert `instruction`, `input`, `output` and `history` to messages."""
     present = schema_input.present
     chat = _chat(present, _instruction(present), _response(present, "output"))
     return _without(present, "instruction", "input", "output", "history") | {"messages": chat}, ""
 
 
 def _from_query(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Convert `query`, `response` and `history` to messages."""
     present = schema_input.present
     chat = _chat(present, _text(present, "query"), _response(present, "response"))
     return _without(present, "query", "response", "history") | {"messages": chat}, ""
@@ -366,12 +389,15 @@ def _from_prompt(schema_input: SchemaInput) -> tuple[Row, str]:
     messages = [*prompt_messages, *response_messages]
     is_valid = bool(prompt_messages) and bool(response_messages)
     if not is_valid or not all(isinstance(message, dict) for message in messages):
-        raise BadRow("`prompt` and `completion` must both be lists of messages that are not empty")
+        raise BadRow("`prompt` and `completion` must both be non-empty lists of messages")
     return others | {"messages": [*as_prompt(prompt_messages), *response_messages]}, ""
 
 
 def _caption_field(schema_input: SchemaInput) -> str:
-    """Return the caption field of a row with media, or "". A `text` without media tags is a caption."""
+    """Return the name of the caption field in a row with media: `caption`, or a `text` without media tags.
+
+    Return "" if the row has no media, no caption, or a conversation.
+    """
     present = schema_input.present
     media = schema_input.media
     if not media or any(name in present for name in ("messages", "conversations")):
@@ -385,7 +411,7 @@ def _caption_field(schema_input: SchemaInput) -> str:
 
 
 def _fits_caption(schema_input: SchemaInput, modalities: Collection[str]) -> str:
-    """Return the reason for a match if the row has a caption and only media of these modalities, otherwise ""."""
+    """Return the reason for a match if the row has a caption and all its media have one of `modalities`; else ""."""
     media = schema_input.media
     caption = _caption_field(schema_input)
     if not caption or not all(name in modalities for name in media):
@@ -395,7 +421,12 @@ def _fits_caption(schema_input: SchemaInput, modalities: Collection[str]) -> str
 
 
 def _from_captioned(schema_input: SchemaInput, media_first: bool) -> tuple[Row, str]:
-    """Return a row whose `text` is a list of parts: the media and the caption, or the caption and the media."""
+    """Convert media columns and a caption to a `text` that is a list of parts.
+
+    Args:
+        schema_input: The row.
+        media_first: Whether the media precede the caption.
+    """
     present = schema_input.present
     caption = _caption_field(schema_input)
     items: list[Row] = []
@@ -408,7 +439,7 @@ def _from_captioned(schema_input: SchemaInput, media_first: bool) -> tuple[Row, 
 
 
 def _document_field(schema_input: SchemaInput) -> str:
-    """Return the name of the plain-text field in `DOCUMENT` if it is the only content of the row, otherwise ""."""
+    """Return the name of the field with a plain text if it is in `DOCUMENT` and the only content; otherwise ""."""
     present = schema_input.present
     fields = [name for name in present if name not in METADATA_FIELDS and name != "weight"]
     is_document = len(fields) == 1 and fields[0] in DOCUMENT and isinstance(present[fields[0]], str)
@@ -416,6 +447,7 @@ def _document_field(schema_input: SchemaInput) -> str:
 
 
 def _fits_conversation(schema_input: SchemaInput) -> str:
+    """Return the reason for a match if the row has messages, otherwise ""."""
     for name in ("messages", "conversations"):
         if name in schema_input.present:
             return f"the row has `{name}`"
@@ -423,26 +455,34 @@ def _fits_conversation(schema_input: SchemaInput) -> str:
 
 
 def _fits_text(schema_input: SchemaInput) -> str:
+    """Return the reason for a match if the row has a `text` that is not a caption, otherwise ""."""
     is_text = "text" in schema_input.present and _caption_field(schema_input) != "text"
     return "the row has `text`" if is_text else ""
 
 
 def _fits_document(schema_input: SchemaInput) -> str:
+    """Return the reason for a match if the only content of the row is a plain text, otherwise ""."""
     name = _document_field(schema_input)
     return f"the only content of the row is the text `{name}`" if name else ""
 
 
 def _from_document(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Rename the field with the plain text to `text`."""
     name = _document_field(schema_input)
     return _without(schema_input.present, name) | {"text": schema_input.present[name]}, ""
 
 
 def _fits_tokenized(schema_input: SchemaInput) -> str:
+    """Return the reason for a match if the row has token ids, otherwise ""."""
     return "the row has `input_ids`" if "input_ids" in schema_input.present else ""
 
 
 def _from_tokenized(schema_input: SchemaInput) -> tuple[Row, str]:
-    """Return the row unchanged. An empty list of labels or masks is kept, so that its length is checked."""
+    """Return the row with its empty labels and masks, so that their lengths are checked.
+
+    Raises:
+        BadRow: If the row has media.
+    """
     for column in schema_input.media.values():
         raise BadRow(
             f"a pre-tokenized row cannot have media (`{column}`), because the number of their tokens depends on the "

@@ -1,7 +1,7 @@
-"""Conversations of models that have speakers and generate no text (`SpeakerFormat`).
+"""Write conversations for speech models that have speakers and generate no text (see `SpeakerFormat`).
 
-A turn is rendered in the same way as by the processor of the model family: the text, followed by the media item in
-which the text is spoken. Items are targets unless the message turns off its loss. Text is never a target.
+A turn consists of a text and the media item in which the text is spoken. It is written in the same way as by the
+processor of the model family. Items are targets unless the message turns off its loss. Text is never a target.
 """
 
 import re
@@ -23,7 +23,7 @@ def write_turns(
     special_tokens: Mapping[str, Any],
     is_prompt: bool = False,
 ) -> str:
-    """Return the conversation of a row as one text, and collect its items in `media`.
+    """Return the conversation of a row as one text, and collect its media items.
 
     Args:
         row: The row.
@@ -52,7 +52,7 @@ def write_turns(
         before = _marker(turns.before, role, special_tokens)
         after = _marker(turns.after, role, special_tokens)
         turn_texts.append(before + text + after + item)
-    if not is_prompt:  # the item of an omitted response stays in its column
+    if not is_prompt:  # in a prompt, the item of the last message is not used, so the counts may differ
         media.check_counts()
     return "".join(turn_texts)
 
@@ -63,12 +63,13 @@ def _marker(pattern: str, role: str, special_tokens: Mapping[str, Any]) -> str:
         return pattern.format(role=role, **special_tokens)
     except KeyError as missing:
         raise UserError(
-            f"model.tokenizer: {missing.args[0]} is missing, which marks turns. Add it to the tokenizer."
+            f"model.tokenizer: the special token {missing.args[0]}, which separates turns, is missing. Add it to the "
+            "tokenizer."
         ) from None
 
 
 def _role(message: Any, number: int, turns: SpeakerFormat) -> str:
-    """Return the role of a message. Raises `BadRow` if it does not match the format."""
+    """Return the role of a message. Raises `BadRow` if the model does not support it."""
     if not isinstance(message, dict) or "role" not in message:
         raise BadRow(f"message {number} is not an object with a `role` ({turns.expected}) and a `content`")
     role = message["role"]
@@ -80,7 +81,18 @@ def _role(message: Any, number: int, turns: SpeakerFormat) -> str:
 def _text_and_item(
     message: dict[str, Any], number: int, media: RowMedia, is_last: bool, is_prompt: bool
 ) -> tuple[str, str]:
-    """Return the text of a message, and the text of its item ("" if there is no item)."""
+    """Return the text of a message, and the text that represents its media item; "" if there is no item.
+
+    Args:
+        message: The message.
+        number: Index of the message, for error messages.
+        media: Collects the item.
+        is_last: Whether it is the last message. Only the last message may lack an item.
+        is_prompt: Whether the conversation is a prompt. The item of the last message is then ignored.
+
+    Raises:
+        BadRow: If the message does not consist of one text and one item.
+    """
     what = f"`content` of message {number}"
     message = {name: value for name, value in message.items() if value is not None}
     used = {"role", "content", "tool_call_id", "loss", "train"}
@@ -92,9 +104,9 @@ def _text_and_item(
     texts = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     items = [part for part in parts if part not in texts]
     if len(texts) != 1:
-        raise BadRow(f"message {number} has {len(texts)} texts; expected one, the transcript of its item")
+        raise BadRow(f"message {number} has {len(texts)} texts; expected one, the transcript of its media item")
     if len(items) > 1:
-        raise BadRow(f"message {number} has {len(items)} media items; expected one, which speaks its text")
+        raise BadRow(f"message {number} has {len(items)} media items; expected one, in which its text is spoken")
     if not items and not is_last:
         modalities = " or ".join(media.notation.modalities)
         raise BadRow(f"message {number} has no {modalities} item; only the last message may lack it")
@@ -108,9 +120,9 @@ def _text_and_item(
 
 
 def _parts(content: Any, media: RowMedia, what: str) -> Sequence[Any]:
-    """Return the content of a message as parts. In a string, a tag stands for the next item of its column."""
+    """Return the content of a message as a list of parts. In a string, each tag becomes a part without a value."""
     if isinstance(content, str):
-        pieces = media.notation.tag.split(content)  # odd indices are the names of tags
+        pieces = media.notation.tag.split(content)  # texts at even indices, names of tags at odd indices
         text = " ".join(piece.strip() for piece in pieces[::2]).strip()
         tags = [{"type": name} for name in pieces[1::2]]
         return [{"type": "text", "text": text}, *tags]

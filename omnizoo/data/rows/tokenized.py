@@ -23,14 +23,20 @@ class TokenizedDocuments(NamedTuple):
 
     ids: Integers  # [tokens]
     is_target: Mask  # [tokens]
-    lengths: list[int]  # [documents], in tokens
-    has_attention_mask: bool
+    lengths: list[int]  # number of tokens of each document
+    has_attention_mask: bool  # whether the row has an attention mask, which marks padding
 
 
 def read_tokens(row: Row) -> TokenizedDocuments:
-    """Return the tokens, targets and documents of a pre-tokenized row.
+    """Read the tokens, targets and documents of a pre-tokenized row.
 
-    Labels and masks are not shifted: entry i belongs to token i, as in transformers.
+    Labels and masks must not be shifted: entry i belongs to token i, as in transformers.
+
+    Args:
+        row: The row.
+
+    Returns:
+        The tokens without padding.
 
     Raises:
         BadRow: If a field is not valid, or two fields contradict each other.
@@ -64,14 +70,14 @@ def _integers(row: Row, name: str) -> Integers:
         )
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, and tensors that are not on the CPU
+    except (ValueError, TypeError, RuntimeError) as error:  # for example nested lists, or tensors on another device
         raise BadRow(f"`{name}` cannot be read as numbers ({str(error)[:100]}); {expected}") from None
     if array.ndim != 1:
         raise BadRow(f"`{name}` has the shape {list(array.shape)}; {expected}")
     is_mask = name in TARGET_MASKS or name == "attention_mask"
     if is_mask and array.dtype.kind in "bf":
         array = _without_fractions(array, name)
-    # Among integers, numpy would convert booleans to 0 and 1.
+    # Reject booleans among integers, which NumPy would convert to 0 and 1.
     has_booleans = not is_mask and isinstance(value, list | tuple) and bool in set(map(type, value))
     is_integer = array.dtype.kind in "iu" and not has_booleans
     if array.size and (not is_integer or array.max() > np.iinfo(np.int64).max):
@@ -80,7 +86,7 @@ def _integers(row: Row, name: str) -> Integers:
 
 
 def _first_other(value: Any, array: npt.NDArray[Any]) -> str:
-    """Describe the first entry of a field that is not an integer of 64 bits."""
+    """Return a description of the first entry of a field that is not a 64-bit integer, for an error message."""
     if not isinstance(value, list | tuple):
         return f"values of type {array.dtype}"
     others = [entry for entry in value if type(entry) is not int or entry > np.iinfo(np.int64).max]
@@ -88,14 +94,20 @@ def _first_other(value: Any, array: npt.NDArray[Any]) -> str:
 
 
 def _without_fractions(array: npt.NDArray[Any], name: str) -> Integers:
-    """Convert booleans and whole floats to integers."""
+    """Convert a mask of booleans or floats to integers. Raises `BadRow` unless all values are 0 or 1."""
     if not np.isin(array, (0, 1)).all():
-        raise BadRow(f"`{name}` contains a value other than 0 and 1. Loss weights of single tokens are not supported.")
+        raise BadRow(
+            f"`{name}` contains a value other than 0 and 1, but loss weights for single tokens are not supported."
+        )
     return array.astype(np.int64)
 
 
 def _is_token(attention_mask: Integers | None, length: int) -> Mask:
-    """Return which entries are tokens and not padding, `[length]`. Padding may only be at the start and the end."""
+    """Return whether each entry is a token or padding, `[length]`.
+
+    Raises:
+        BadRow: If the mask is invalid, or if there is padding between tokens.
+    """
     if attention_mask is None:
         return np.ones(length, np.bool_)
     if attention_mask.min() < 0:
@@ -114,7 +126,16 @@ def _is_token(attention_mask: Integers | None, length: int) -> Mask:
 
 
 def _is_target(columns: dict[str, Integers], ids: Integers, is_token: Mask) -> Mask:
-    """Return which tokens are targets, `[entries]`. Without labels and masks, all tokens are."""
+    """Return whether each entry is a target, `[entries]`. Without labels and masks, all tokens are targets.
+
+    Args:
+        columns: The fields with one entry for each token.
+        ids: The token ids, including padding.
+        is_token: Whether each entry is a token or padding.
+
+    Raises:
+        BadRow: If a field is invalid, or if padding is a target.
+    """
     is_target = is_token.copy()
     selecting = [name for name in ("labels", *TARGET_MASKS) if name in columns]
     for name in selecting:
@@ -139,7 +160,7 @@ def _is_target(columns: dict[str, Integers], ids: Integers, is_token: Mask) -> M
 
 
 def _check_labels(labels: Integers, ids: Integers) -> None:
-    """Raise `BadRow` unless each label is the token itself or `IGNORE_INDEX`."""
+    """Check that each label is the token itself or `IGNORE_INDEX`. Raises `BadRow` if one is not."""
     is_label = labels != IGNORE_INDEX
     wrong = np.flatnonzero(is_label & (labels != ids))
     if not len(wrong):
@@ -160,10 +181,10 @@ def _check_labels(labels: Integers, ids: Integers) -> None:
 
 
 def _document_starts(row: Row, columns: dict[str, Integers], is_token: Mask) -> list[int]:
-    """Return the first token of each document, counted without padding.
+    """Return the index of the first token of each document, not counting padding.
 
     Raises:
-        BadRow: If two fields contain different boundaries.
+        BadRow: If a field is invalid, or if two fields contain different boundaries.
     """
     found: dict[str, list[int]] = {}
     if "position_ids" in columns:
@@ -172,7 +193,7 @@ def _document_starts(row: Row, columns: dict[str, Integers], is_token: Mask) -> 
         if name in row:
             found[name] = _starts_of_lengths(name, _integers(row, name), is_token)
     mask = columns.get("attention_mask")
-    if mask is not None and mask.max() > 1:  # numbers of documents, instead of 1 for all tokens
+    if mask is not None and mask.max() > 1:  # the mask contains the number of the document instead of 1
         found["attention_mask"] = _starts_of_numbers(mask[is_token])
 
     names = list(found)
@@ -187,7 +208,7 @@ def _document_starts(row: Row, columns: dict[str, Integers], is_token: Mask) -> 
 
 
 def _starts_of_positions(positions: Integers) -> list[int]:
-    """Return where positions restart at 0."""
+    """Return the indices at which positions restart at 0. Raises `BadRow` if positions do not count up."""
     is_start = positions == 0
     follows = np.append(False, np.diff(positions) == 1)
     wrong = np.flatnonzero(~is_start & ~follows)
@@ -200,7 +221,16 @@ def _starts_of_positions(positions: Integers) -> list[int]:
 
 
 def _starts_of_lengths(name: str, values: Integers, is_token: Mask) -> list[int]:
-    """Return the starts of documents from their cumulative lengths (`cu_seqlens`) or their lengths."""
+    """Return the index of the first token of each document, not counting padding.
+
+    Args:
+        name: Name of the field: `cu_seqlens` for cumulative lengths, `seq_lengths` for lengths.
+        values: The field.
+        is_token: Whether each entry is a token or padding.
+
+    Raises:
+        BadRow: If the field does not divide all entries of the row into documents.
+    """
     ends = values if name == "cu_seqlens" else np.cumsum(np.append(0, values))
     total = len(is_token)
     if not len(ends) or ends[0] != 0 or ends[-1] != total or (np.diff(ends) <= 0).any():
@@ -212,8 +242,8 @@ def _starts_of_lengths(name: str, values: Integers, is_token: Mask) -> list[int]
 
 
 def _starts_of_numbers(numbers: Integers) -> list[int]:
-    """Return where the document number changes, for an `attention_mask` that contains document numbers."""
+    """Return the index of the first token of each document, from an `attention_mask` with document numbers."""
     steps = np.diff(numbers)
     if (steps < 0).any():
-        raise BadRow("`attention_mask` contains numbers of documents that do not increase")
+        raise BadRow("`attention_mask` contains document numbers that decrease; expected increasing numbers")
     return [0, *(int(start) for start in np.flatnonzero(steps) + 1)]

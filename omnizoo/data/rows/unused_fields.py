@@ -1,7 +1,7 @@
-"""Check that every field of a row is used. A row with an unused field is a bad row, unless the field is known metadata.
+"""Check that every field of a row is used.
 
-If fields were dropped silently, a run could train without an image, without a system prompt, or on a response that was
-rejected.
+A row with an unused field is a bad row, unless the field is known metadata or listed in `data.ignore`. If fields were
+dropped silently, a run could train without an image or a system prompt, or on a rejected response.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from omnizoo.data.row import (
 from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.modalities.media import WELL_KNOWN
 
-# Metadata that other tools store in rows: ids, origin, topic, statistics. docs/how-to/data.md lists these names.
+# Metadata that other tools store in rows, such as ids, origin, topic and statistics. It may be dropped.
 # fmt: off
 METADATA_FIELDS = frozenset(
     {
@@ -47,22 +47,22 @@ METADATA_FIELDS = frozenset(
 # In messages, the id that connects a tool result with its call is metadata as well.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
-REJECTED_RESPONSE = "rejected_response"  # the rejected alternative to the last response of the row, as in ms-swift
-LABEL_FIELDS = ("label", "kto_tag")  # whether the response of the row is desirable
+REJECTED_RESPONSE = "rejected_response"  # field of ms-swift with a rejected alternative to the last response of the row
+LABEL_FIELDS = ("label", "kto_tag")  # fields that state whether the response of the row is desirable
 
-PreferenceRows = Literal["refused", "allowed", "required"]  # whether the losses of the run use preference rows
+PreferenceRows = Literal["refused", "allowed", "required"]  # how the losses of the run treat preference rows
 
 NEEDS_PREFERENCE_LOSS = f"preference rows need one of {', '.join(PREFERENCES)} in train.losses"
 PAIR_FIELDS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHT_FIELDS = "loss weights are read from `weight`, in a message or in the row"
-PRETOKENIZED = "it belongs to pre-tokenized rows, whose content is `input_ids`"
+PRETOKENIZED = "this is a field of pre-tokenized rows, which need `input_ids`"
 PROMPT_FIELDS = (
     "prompts and responses are read from `instruction` and `output`, `prompt` and `completion`, or `query` and "
     "`response`"
 )
 SCORES = "response scores are not supported"
 LABELS = "labels need kto in train.losses and are read from `label` or `kto_tag`, next to a response"
-# Fields with a known meaning that are not used in training. Maps the reason to patterns of their names.
+# Names and patterns of fields that have a known meaning but are not used, keyed by the reason why not.
 # fmt: off
 UNSUPPORTED_FIELDS = {
     NEEDS_PREFERENCE_LOSS: (
@@ -80,13 +80,12 @@ UNSUPPORTED_FIELDS = {
 }
 # fmt: on
 
-
-# Fields that cannot be dropped without changing what is trained, although they are not used.
+# Reasons for which a field is never suggested for `data.ignore`, because dropping it would change what is trained.
 NEVER_DROPPED = (NEEDS_PREFERENCE_LOSS, WEIGHT_FIELDS, PRETOKENIZED)
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is None or empty, which counts as absent: in columnar files, every row has all keys."""
+    """Whether a value is None or empty. Such a field counts as absent, because in columnar files every row has it."""
     if value is None:
         return True
     if not isinstance(value, EMPTY):
@@ -120,9 +119,9 @@ class RowFields:
         return name in self.ignored or any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
     def present(self, row: Row) -> Row:
-        """Return the fields that are neither empty nor named in `data.ignore`.
+        """Return the fields of a row that are neither empty nor named in `data.ignore`.
 
-        Patterns of `data.ignore` do not remove fields here: they only apply to unused fields.
+        Patterns in `data.ignore` do not remove any fields here, because they only apply to unused fields.
         """
         not_ignored = {name: value for name, value in row.items() if name not in self.ignored}
         present = {name: value for name, value in not_ignored.items() if not is_empty(value)}
@@ -131,7 +130,7 @@ class RowFields:
         return present if self.preferences == "refused" else self._with_preference_names(present)
 
     def _with_preference_names(self, present: Row) -> Row:
-        """Return the row with our names of preference fields in place of those of other tools."""
+        """Return the row with our names for preference fields instead of the names of other tools."""
         for other_name, name in PREFERENCE_ALIASES.items():
             is_read = name != "label" or self.labeled_responses
             if other_name in present and is_read and name not in present:
@@ -139,14 +138,15 @@ class RowFields:
         return present
 
     def has_preference(self, present: Row, prompt_fixes: Sequence[Fix] = ()) -> bool:
-        """Whether the row is read as a preference pair or labeled response.
+        """Whether a row is read as a preference pair or as a labeled response.
 
         Args:
-            present: The fields that are neither empty nor ignored.
-            prompt_fixes: Renamed columns with which another field becomes the prompt.
+            present: The fields of the row that are neither empty nor ignored.
+            prompt_fixes: Changes of `columns` that are needed because the prompt has another name; empty if the row has
+                a prompt.
 
         Raises:
-            BadRow: If it is a preference row and has a field that is not used.
+            BadRow: If it is a preference row that lacks a prompt or has an unused field.
         """
         if self.preferences == "refused":
             return False
@@ -170,7 +170,7 @@ class RowFields:
         Args:
             present: The fields that are neither empty nor ignored.
             row: The whole row, for error messages.
-            fixes: Config values with which a row without a conversation can be used.
+            fixes: Changes of the config that make a row without a conversation usable.
 
         Raises:
             BadRow: If the row cannot be used.
@@ -210,20 +210,20 @@ class RowFields:
             raise BadRow(message, fixes)
 
     def _has_unused_preference(self, present: Row) -> bool:
-        """Whether the row has a preference field that is not ignored, although no loss of the run uses it."""
+        """Whether the row has a preference field that is neither used nor ignored."""
         names = [name for name in present if not self.is_ignored(name)]
         return NEEDS_PREFERENCE_LOSS in _unsupported_reasons(names)
 
     def check_used(self, names: Iterable[str], used: Collection[str], location: str = "") -> None:
-        """Check that each field is used, metadata or ignored.
+        """Check that each field is either used, metadata or ignored.
 
         Args:
             names: Names of the fields.
-            used: Names of fields that are used.
-            location: Location of the fields for the error message, such as "message 2".
+            used: Names of the fields that are used.
+            location: Location of the fields for the error message, such as "message 2"; empty for the row itself.
 
         Raises:
-            BadRow: If a field is not used.
+            BadRow: If a field is none of these.
         """
         values = names if isinstance(names, Mapping) else dict.fromkeys(names)
         others = [name for name in names if name not in used and name not in METADATA_FIELDS]
@@ -233,10 +233,13 @@ class RowFields:
             raise BadRow(self.unused_message(unused, location), fixes)
 
     def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
-        """Return config values with which unused fields are either used, or dropped without changing the training.
+        """Return changes of the config that make a row with unused fields usable.
+
+        They either use the fields (with a preference loss), or drop them if this does not change what is trained. The
+        list is empty if neither is possible.
 
         Args:
-            unused: The unused fields.
+            unused: Names of the unused fields.
             values: All fields.
             location: Location of the fields; empty for the row itself.
         """
@@ -256,12 +259,12 @@ class RowFields:
         return [Fix("data.ignore", list(unused), f"{place} that are not trained on")]
 
     def unused_message(self, names: Sequence[str], location: str, reason: str = "") -> str:
-        """Return an error message for unused fields: why they are not used, and what to do.
+        """Return an error message for unused fields, which states why they are not used and what to do.
 
         Args:
-            names: The unused fields.
+            names: Names of the unused fields.
             location: Location of the fields, such as "message 2"; empty for the row itself.
-            reason: Why they are not used. By default, the reason follows from the names.
+            reason: Why they are not used; empty to find the reason from the names.
         """
         fields = ", ".join(f"`{name}`" for name in names)
         verb, pronoun = ("is", "it") if len(names) == 1 else ("are", "them")
@@ -271,7 +274,7 @@ class RowFields:
         return f"{fields}{place} {verb} not used{because}. Add {pronoun} to data.ignore to drop {pronoun}."
 
     def _unused_reason(self, names: Sequence[str]) -> str:
-        """Return why fields are not used; empty if unknown. Reasons about preferences come first."""
+        """Return why fields are not used; empty if unknown. A reason about preferences takes precedence."""
         reasons = _unsupported_reasons(names)
         if NEEDS_PREFERENCE_LOSS in reasons:
             return NEEDS_PREFERENCE_LOSS if self.preferences == "refused" else PAIR_FIELDS
@@ -283,10 +286,10 @@ class RowFields:
 
 
 def suggestion(fixes: Sequence[Fix]) -> str:
-    """Return the renamed columns of the best fix as the end of an error message; "" if only the user can choose them.
+    """Return the best fix as the end of an error message; "" if there is none, or if only the user knows the value.
 
     Args:
-        fixes: Fixes of `columns`.
+        fixes: Changes of `columns`, the best one first.
     """
     if not fixes or fixes[0].value is None:
         return ""
@@ -295,7 +298,7 @@ def suggestion(fixes: Sequence[Fix]) -> str:
 
 
 def unsupported_reason(name: str) -> str | None:
-    """Return why a field with a known meaning is not used in training; None for other fields."""
+    """Return why training does not use a field with a known meaning; None for other fields."""
     for reason, patterns in UNSUPPORTED_FIELDS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return reason
@@ -303,6 +306,6 @@ def unsupported_reason(name: str) -> str | None:
 
 
 def _unsupported_reasons(names: Iterable[str]) -> list[str]:
-    """Return why the fields with a known meaning are not used, in the order of the names."""
+    """Return the reasons why training does not use fields with a known meaning, in the order of `names`."""
     reasons = (unsupported_reason(name) for name in names)
     return [reason for reason in reasons if reason is not None]

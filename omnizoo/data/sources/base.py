@@ -1,4 +1,4 @@
-"""The `RowSource` contract, media folders, and base classes of the built-in sources."""
+"""The base class of data sources (`RowSource`), folders of media files, and base classes of the built-in sources."""
 
 import stat
 from abc import ABC, abstractmethod
@@ -13,12 +13,12 @@ import numpy.typing as npt
 from omnizoo.data.row import Row
 from omnizoo.modalities.media import BadMedia, MissingMedia, kind_of_file
 
-Rows = npt.NDArray[np.int64]
-EXTENT = 256  # default rows per extent, for sources with cheap random access
+Rows = npt.NDArray[np.int64]  # row numbers, or numbers of rows
+EXTENT = 256  # number of rows in an extent, for sources with fast random access
 
 
 class RowSource(ABC):
-    """Base class of data sources. Rows have random access by number, starting at 0.
+    """Base class of data sources. Rows can be read in any order, by their number.
 
     A subclass must implement `__len__` and `read`. It may override `extents`, `find` and `where`.
 
@@ -32,7 +32,7 @@ class RowSource(ABC):
                 return {"text": f"The number is {row}."}
     """
 
-    stored_kind: ClassVar[str] = "OwnRows"  # stored in the data fingerprint of checkpoints: must never change
+    stored_kind: ClassVar[str] = "OwnRows"  # checkpoints store it in their data fingerprint, so it must never change
 
     @abstractmethod
     def __len__(self) -> int:
@@ -54,14 +54,15 @@ class RowSource(ABC):
 
     @cached_property
     def extents(self) -> Rows:
-        """Boundaries, from 0 to `len(self)`, of runs of rows that are best read together.
+        """Boundaries between extents, `[extents + 1]`, from 0 to `len(self)`.
 
-        The extents of a Parquet file are its row groups. Other sources have small blocks of equal size.
+        An extent is a range of rows that are best read together. The extents of a Parquet file are its row groups.
+        Other sources have small extents of equal size.
         """
         return np.append(np.arange(0, len(self), EXTENT), len(self))
 
     def find(self, row: int, name: str) -> Path | bytes:
-        """Return a media file that a row refers to. By default, names are paths relative to the working directory.
+        """Find a media file that a row refers to. By default, names are paths relative to the working directory.
 
         Args:
             row: Number of the row.
@@ -76,32 +77,40 @@ class RowSource(ABC):
         return MediaFolder(Path(), Path().resolve()).find(name)
 
     def where(self, row: int) -> str:
-        """Return the location of a row for messages, such as `rows.jsonl:17`."""
+        """Return the location of a row for error messages, such as `rows.jsonl:17`."""
         return f"{type(self).__name__} row {row}"
 
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """Finds media files relative to `base`. Rejects files outside `root`, even if symbolic links lead there."""
+    """A folder in which the rows of a source find their media files."""
 
-    base: Path
-    root: Path | None  # resolved path; None allows any file
+    base: Path  # relative names refer to this folder
+    root: Path | None  # resolved folder that files must be in, even after following links; None allows all files
 
     def find(self, name: str) -> Path:
-        """Return the path of a media file. Raises `BadMedia` if it is not a readable, non-empty file below `root`."""
+        """Return the path of a media file.
+
+        Args:
+            name: Name of the file in the row.
+
+        Raises:
+            MissingMedia: If the file does not exist.
+            BadMedia: If it is empty, not a regular file, or outside `root`.
+        """
         path = self.base / name
         short_name = path if len(name) < 256 else f"{name[:64]}..."
         try:
             if self.root is not None and not path.resolve().is_relative_to(self.root):
                 raise BadMedia(f"{short_name} is outside {self.root}. Set data.media_outside: true to allow this.")
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # opening a pipe blocks, and a device may never end
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
                 raise BadMedia(f"{short_name} is {kind_of_file(status.st_mode)}, not a file")
             if status.st_size == 0:
                 raise BadMedia(f"{short_name} is empty")
         except FileNotFoundError:
             raise MissingMedia(f"{short_name} does not exist", name) from None
-        except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, null bytes
+        except (OSError, RuntimeError, ValueError) as error:  # for example long names, circular links and null bytes
             reason = getattr(error, "strerror", None) or error
             raise BadMedia(f"{short_name} is not a valid path: {reason}") from None
         return path
@@ -110,7 +119,7 @@ class MediaFolder:
 class FolderRows(RowSource):
     """Base class of sources whose media files are in a folder."""
 
-    name: str | Path  # name of the source in messages
+    name: str | Path  # name of the source in error messages
     folder: MediaFolder
 
     def find(self, row: int, name: str) -> Path:
@@ -121,14 +130,14 @@ class FolderRows(RowSource):
 
 
 class RowView(RowSource):
-    """Base class of sources that select, rename or concatenate rows of other sources.
+    """Base class of sources that select, rename or concatenate the rows of other sources.
 
-    Subclasses set `extents`, whose last entry is the number of rows.
+    A subclass sets `extents`, whose last entry is the number of rows, and implements `locate`.
     """
 
     @abstractmethod
     def locate(self, row: int) -> tuple[RowSource, int]:
-        """Return the underlying source of a row, and the number of the row in that source."""
+        """Return the source that contains a row, and the number of the row in that source."""
 
     def __len__(self) -> int:
         return int(self.extents[-1])

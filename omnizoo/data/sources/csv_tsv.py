@@ -1,7 +1,7 @@
-"""Rows of a CSV or TSV file. All cells are read as text, and empty cells are ignored.
+"""Read the rows of CSV and TSV files. All cells are text, and empty cells are ignored.
 
-Opening a file indexes the byte offsets of its records; a record is parsed when it is read. The library `datasets` is
-not used because it infers types: numbers would not be text, and `NA` would be an empty cell.
+Opening a file indexes the byte offsets of its records. A record is parsed when it is read. The library `datasets` is
+not used, because it infers types: `007` would become a number, and `NA` an empty cell.
 """
 
 import csv
@@ -15,19 +15,21 @@ from omnizoo.data.sources.base import Rows
 from omnizoo.data.sources.jsonl import MAX_BYTES, IndexedFile
 from omnizoo.hub.dataset_files import CSV
 
-OTHER_DELIMITERS = ";\t|,"
+OTHER_DELIMITERS = ";\t|,"  # a header with one column that contains one of these has probably another delimiter
 
 
 class CsvFile(IndexedFile):
-    """A CSV or TSV file. The first record contains the column names. Line breaks and delimiters in cells are quoted."""
+    """A CSV or TSV file. Its first record contains the column names. Cells may contain line breaks in quotes."""
 
     stored_kind = "CsvRows"
 
     def index(self) -> tuple[Rows, Rows, Rows]:
-        csv.field_size_limit(MAX_BYTES)  # process-wide; the default limit is 128 KiB per cell
-        line_ends = [0]
+        """Read the file once, to find the records and the column names. See `IndexedFile.index`."""
+        csv.field_size_limit(MAX_BYTES)  # this changes the limit of the whole process, which is 128 KiB per cell
+        line_ends = [0]  # byte at which each line ends, after the start of the file
 
         def lines() -> Iterator[str]:
+            """Yield the lines as text, and record where they end."""
             with open(self.path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     line_ends.append(line_ends[-1] + len(line))
@@ -57,18 +59,16 @@ class CsvFile(IndexedFile):
         return starts, stops, line_numbers
 
     def _check_names(self) -> None:
-        """Check that column names are unique and not empty, and that the delimiter is plausible."""
+        """Check that column names are unique and not empty, and that the file has the expected delimiter."""
         names = self.names
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
             raise UserError(
-                f"{self.path}: several columns are named {repeated[0]!r}. Rename them in the first line, which has the "
-                "column names."
+                f"{self.path}: several columns are named {repeated[0]!r}. Rename them in the first line of the file."
             )
         if "" in names:
             raise UserError(
-                f"{self.path}: column {names.index('') + 1} has no name. Add it to the first line, which has the "
-                "column names."
+                f"{self.path}: column {names.index('') + 1} has no name. Add a name to the first line of the file."
             )
 
         delimiters = [sign for sign in OTHER_DELIMITERS if sign in names[0]] if len(names) == 1 else []
@@ -79,6 +79,7 @@ class CsvFile(IndexedFile):
             )
 
     def parse(self, text: bytes) -> Row:
+        """Parse a record. Raises `BadRow` if the number of cells is wrong."""
         try:
             (cells,) = csv.reader([text.decode()], delimiter=CSV[self.path.suffix], strict=True)
         except (csv.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Rows of a `datasets.Dataset`: a saved folder, any file that `datasets` can load, or a dataset object."""
+"""Read rows with the library `datasets`: from a saved dataset, a dataset object, or any file that it can load."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,13 @@ from omnizoo.data.sources.parquet import arrow_errors
 
 
 class HFDataset(FolderRows):
-    """A `datasets.Dataset`, stored as memory-mapped Arrow. Media are returned in stored form, without decoding."""
+    """The rows of a `datasets.Dataset`. Media are returned as they are stored, without decoding.
+
+    Args:
+        name: Name of the source in error messages.
+        folder: The folder of the media files.
+        dataset: The `datasets.Dataset`.
+    """
 
     stored_kind = "DatasetRows"
 
@@ -20,7 +26,7 @@ class HFDataset(FolderRows):
         self.folder = folder
         self.dataset = dataset.with_format("arrow")
         self.features = without_decoding(dataset.features)
-        # In JSON columns, nulls are kept, because they were written by the author of the row.
+        # Keep nulls in JSON columns, because the author of the row wrote them. Arrow adds nulls to other columns.
         self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
 
     def __len__(self) -> int:
@@ -36,7 +42,7 @@ class HFDataset(FolderRows):
 
 
 def without_decoding(feature: Any) -> Any:
-    """Return the features with decoding turned off, except for JSON, which is stored as text."""
+    """Return features that do not decode media. JSON columns are still parsed, because they are stored as text."""
     from datasets import Json
 
     if isinstance(feature, dict):
@@ -53,10 +59,16 @@ def without_decoding(feature: Any) -> Any:
 def open_with_datasets(path: Path, folder: MediaFolder, split: str, is_saved_dataset: bool) -> RowSource:
     """Open a saved dataset, or a file or folder in any format that `datasets` can load.
 
+    Args:
+        path: The file or folder.
+        folder: The folder of the media files.
+        split: The split to read.
+        is_saved_dataset: Whether the folder was written by `save_to_disk`.
+
     Raises:
         UserError: If `datasets` cannot load it.
     """
-    import datasets  # takes seconds to import, and most runs do not need it
+    import datasets  # import it here, because this takes seconds and most runs do not need it
 
     try:
         if is_saved_dataset:
@@ -65,16 +77,16 @@ def open_with_datasets(path: Path, folder: MediaFolder, split: str, is_saved_dat
                 dataset = dataset[split]
         else:
             dataset = _load_files(path, split)
-    except Exception as error:  # includes any error of the parsers for formats and compression
+    except Exception as error:  # the parsers of formats and compression may raise any error
         raise UserError(
-            f"{path}: no JSONL, CSV, Parquet or tar file, and `datasets` failed to load it (split {split!r}): "
+            f"{path}: not a JSONL, CSV, Parquet or tar file, and `datasets` failed to load it (split {split!r}): "
             f"{first_line(error)}"
         ) from error
     return HFDataset(str(path), folder, dataset)
 
 
 def _load_files(path: Path, split: str) -> Any:
-    """Load a file, or the files of a folder, with `datasets`."""
+    """Return the `datasets.Dataset` of a file, or of all files in a folder."""
     import datasets
 
     offline = datasets.DownloadConfig(local_files_only=True)
@@ -84,7 +96,7 @@ def _load_files(path: Path, split: str) -> Any:
     builder = builder_of(path)
     options: dict[str, Any] = {}
     if builder == "csv":
-        # Read cells as text, so that `NA` and `007` stay unchanged. Only compressed CSV files are read here.
+        # Read cells as text, so that `NA` and `007` stay unchanged. This branch is for compressed CSV files only.
         delimiter = "\t" if ".tsv" in path.suffixes else ","
         options = {"na_filter": False, "dtype": "string", "sep": delimiter}
     files = {split: str(path)}
@@ -94,7 +106,7 @@ def _load_files(path: Path, split: str) -> Any:
 def builder_of(path: Path) -> str:
     """Return the name of the `datasets` builder for a file, by its suffix."""
     builders = {".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
-    # Only compressed JSON files are loaded here, because their lines have no random access.
+    # JSON files are loaded with `datasets` only if they are compressed, because their lines have no random access then.
     builders |= dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst", ".xz", ".bz2") else path.suffix
     if suffix not in builders:

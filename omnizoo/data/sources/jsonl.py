@@ -1,4 +1,7 @@
-"""Rows of a JSONL file or of a JSON array. Opening a file indexes byte offsets; a row is parsed when it is read."""
+"""Read the rows of JSONL files and of JSON arrays.
+
+Opening a file indexes the byte offsets of its rows. A row is parsed when it is read.
+"""
 
 import json
 import os
@@ -15,12 +18,18 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, Rows
 
-MAX_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # matches lone surrogates, but also valid pairs
+MAX_BYTES = 1 << 30  # maximum size of a row or tar member, because a single read cannot return much more
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate, either alone or in a valid pair
 
 
 class IndexedFile(FolderRows):
-    """A file whose rows are byte ranges. Opening the file indexes the ranges; a row is parsed when it is read."""
+    """Base class of files whose rows are ranges of bytes.
+
+    Args:
+        path: The file, which is indexed immediately.
+        folder: The folder of the media files.
+        open_file: Returns an open file for a path.
+    """
 
     def __init__(self, path: Path, folder: MediaFolder, open_file: Callable[[Path], FileIO]) -> None:
         self.path = path
@@ -30,7 +39,7 @@ class IndexedFile(FolderRows):
 
     @abstractmethod
     def index(self) -> tuple[Rows, Rows, Rows]:
-        """Return the start byte, the stop byte and the line number (from 1) of each row; each `[rows]`."""
+        """Return the first byte, the stop byte and the line number (from 1) of each row, as arrays `[rows]`."""
 
     @abstractmethod
     def parse(self, text: bytes) -> Row:
@@ -49,7 +58,7 @@ class IndexedFile(FolderRows):
 
 
 class JsonlFile(IndexedFile):
-    """A file with one JSON object per line. Blank lines are skipped, but counted in line numbers."""
+    """A file with one JSON object per line. Blank lines are skipped."""
 
     stored_kind = "JsonLines"
 
@@ -61,9 +70,9 @@ class JsonlFile(IndexedFile):
 
 
 class JsonArrayFile(JsonlFile):
-    """A file that contains one JSON array of objects. Line breaks may occur anywhere.
+    """A file that contains one JSON array of objects. An object may have any number of lines.
 
-    The library `datasets` is not used because it converts dates and forces all values of a field into one type.
+    The library `datasets` is not used, because it converts dates and forces all values of a field to one type.
     """
 
     stored_kind = "JsonArray"
@@ -72,14 +81,22 @@ class JsonArrayFile(JsonlFile):
         return index_array(self.path)
 
     def where(self, row: int) -> str:
-        """Return the path with the line of the row, or with its index if several rows begin on that line."""
+        """Return `PATH:LINE` or, if several rows begin on that line, `PATH[INDEX]`."""
         line = self.lines[row]
         rows_on_line = np.searchsorted(self.lines, line, "right") - np.searchsorted(self.lines, line)
         return super().where(row) if rows_on_line == 1 else f"{self.path}[{row}]"
 
 
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
-    """Read `size` bytes at `start`. `pread` does not use a shared file position, so threads can share the file.
+    """Read a range of bytes from a file.
+
+    It uses `pread`, which does not change the position in the file, so threads can share an open file.
+
+    Args:
+        open_file: Returns an open file for a path.
+        path: Path of the file.
+        start: The first byte.
+        size: Number of bytes.
 
     Raises:
         BadRow: If the range is too large, or the file was truncated since it was opened.
@@ -97,7 +114,11 @@ def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size
 
 
 def parse_object(text: bytes) -> Row:
-    """Parse a JSON object. Raises `BadRow` for invalid JSON, repeated keys and lone surrogates."""
+    """Parse a row that is a JSON object.
+
+    Raises:
+        BadRow: If the JSON is invalid, is not an object, repeats a key, or contains a lone surrogate.
+    """
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=without_repeats)
     except UnicodeDecodeError as error:
@@ -114,7 +135,11 @@ def parse_object(text: bytes) -> Row:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
-    """Build a dict, and raise `ValueError` for a repeated key: JSON does not define which value counts."""
+    """Return a JSON object as a dict.
+
+    Raises:
+        ValueError: If a key is repeated, because JSON does not define which of the values applies.
+    """
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
@@ -124,7 +149,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
 
 
 def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Rows]:
-    """Return the start byte, the stop byte and the line number (from 1) of every line that is not blank."""
+    """Return the first byte, the stop byte and the line number (from 1) of every line that is not blank."""
     ends = []
     first_bytes = []
     position = 0
@@ -139,14 +164,14 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
             position += len(data)
             after_newline = chunk.endswith(b"\n")
 
-    last_end = np.array([] if after_newline else [position], np.int64)  # last line, if it has no newline
+    last_end = np.array([] if after_newline else [position], np.int64)  # end of a last line without a line break
     stops = np.concatenate([*ends, last_end])
     starts = np.concatenate((np.zeros(1, np.int64), stops[:-1] + 1))[: len(stops)]
     lines = np.arange(1, len(stops) + 1)
     if not len(stops):
         return starts, stops, lines
 
-    # Only lines that begin with white space can be blank. There are few of them, so read each one.
+    # Only a line that begins with white space can be blank. There are few such lines, so read each of them.
     white_space = np.frombuffer(b" \t\r\n\v\f", np.uint8)
     may_be_blank = np.isin(np.concatenate(first_bytes), white_space)
     has_row = np.ones(len(stops), bool)
@@ -160,7 +185,11 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
 
 
 def index_array(path: Path) -> tuple[Rows, Rows, Rows]:
-    """Return the start byte, the stop byte and the line number (from 1) of each value of a JSON array."""
+    """Return the first byte, the stop byte and the line number (from 1) of each item in a file with a JSON array.
+
+    Raises:
+        UserError: If the file is too large or not a valid JSON array.
+    """
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise UserError(
@@ -189,12 +218,16 @@ def index_array(path: Path) -> tuple[Rows, Rows, Rows]:
 
 
 def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop character of each value of a JSON array."""
+    """Yield the first character and the stop character of each item in a JSON array.
+
+    Raises:
+        ValueError: If the text is not a valid JSON array.
+    """
     decoder = json.JSONDecoder()
     white_space = re.compile(r"[ \t\r\n]*")
 
     def next_character(index: int) -> tuple[str, int]:
-        """Return the next character that is not white space, and its index."""
+        """Return the first character from `index` on that is not white space, and its index."""
         match = white_space.match(text, index)
         assert match is not None, "the pattern also matches the empty string"
         return text[match.end() : match.end() + 1], match.end()
@@ -216,6 +249,6 @@ def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a `.json` file contains a JSON array. Otherwise it has one row per line."""
+    """Whether a file with the suffix `.json` contains a JSON array. Otherwise, it has one row per line."""
     with open(path, "rb") as file:
         return path.suffix == ".json" and file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")

@@ -1,10 +1,11 @@
 """Open the entries of `data.sources` as rows with random access.
 
 A source is a JSONL, CSV, Parquet or tar (WebDataset) file, a folder of such files, a `datasets` folder, a remote
-address, or rows from Python. By default, rows may only refer to media files in the folder of the source.
+address, a dataset on the Hugging Face Hub, or rows from Python. By default, rows may only refer to media files in the
+folder of the source.
 
-Opening a source only builds its index (line offsets, Parquet footers, tar headers). A row is decoded when it is read.
-No data is ever unpickled.
+Opening a source only builds its index (line offsets, Parquet footers, tar headers). A row is parsed when it is read. No
+data is ever unpickled, because unpickling can run code.
 """
 
 import bisect
@@ -39,7 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class Concatenation(RowView):
-    """Several sources, such as the files of a folder, as one source."""
+    """Several sources, such as the files of a folder, that are read as one source.
+
+    Args:
+        parts: The sources, in order.
+    """
 
     def __init__(self, parts: Sequence[RowSource]) -> None:
         self.parts = parts
@@ -64,9 +69,9 @@ def open_source(
     Args:
         spec: The settings of the source.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: Modalities that members of tar files may belong to.
+        modalities: The modalities of the model, which members of tar files may belong to.
         cache_dir: Folder for copies of remote files; None for the default cache folder.
-        key: Config key of the source, for messages.
+        key: Config key of the source, for error messages.
 
     Returns:
         The source, with at least one row.
@@ -108,7 +113,7 @@ def open_source(
 
 
 def _downloaded(spec: data_section.SourceSettings) -> DatasetFiles | None:
-    """Return the downloaded files of a dataset on the hub; None if the source has another path."""
+    """Return the downloaded files if the source is a dataset on the hub; None for other sources."""
     name = parse_name(str(spec.path)) if "@" in str(spec.path) else None
     if name is None or name.commit is None or name.prefix == MODELSCOPE:
         return None
@@ -123,23 +128,27 @@ def open_path(
     remote: Remote | None,
     downloaded: DatasetFiles | None = None,
 ) -> RowSource:
-    """Open a local file or folder.
+    """Open a local file or folder, which may be the copy of a remote one.
 
     Args:
         spec: The settings of the source.
-        path: The file or folder; a local copy if the source is remote.
+        path: The local file or folder.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: Modalities that members of tar files may belong to.
+        modalities: The modalities of the model, which members of tar files may belong to.
         remote: Remote location of the media files; None if they are local.
         downloaded: Files of a dataset on the hub; None for other sources.
+
+    Raises:
+        UserError: If the file or folder does not exist or cannot be read.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UserError(
-            f"{path}: the data source does not exist. Give a JSONL, CSV, Parquet or tar file, or a folder of them"
+            f"{path}: the data source does not exist. Set the path of a JSONL, CSV, Parquet or tar file, or of a "
+            "folder with such files."
         ) from None
-    except (OSError, ValueError) as error:  # no access, name too long, circular links, null bytes
+    except (OSError, ValueError) as error:  # for example missing access, long names, circular links and null bytes
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: the data source is not readable: {reason}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -157,7 +166,7 @@ def open_path(
         if remote is not None:
             return RemoteFolder(base, root.resolve(), remote=remote)
         if downloaded is not None and spec.media_dir is None:
-            root = downloaded.root  # files of a snapshot are links to files outside of it
+            root = downloaded.root  # the files in a snapshot are links to files in another folder
         return MediaFolder(base, None if media_outside else root.resolve())
 
     is_saved_dataset = any((path / name).exists() for name in SAVED)
@@ -175,10 +184,10 @@ def open_path(
 
 
 class OpenFiles:
-    """A cache of open files by path.
+    """A function that returns an open file for a path, and keeps the most recently used files open.
 
-    Only the most recently used files stay open, because a folder may have more files than a process may open. Pickling
-    drops the open files, so a worker process opens them again.
+    It does not keep all files open, because a folder may have more files than a process can open. The open files are
+    not pickled, so a loader worker opens them again.
     """
 
     def __init__(self) -> None:
@@ -197,7 +206,13 @@ def open_unbuffered(path: Path) -> FileIO:
 
 
 def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], modalities: Collection[str]) -> RowSource:
-    """Open each file according to its suffix, and join the sources in order."""
+    """Open files with rows, and return one source with all their rows in order.
+
+    Args:
+        files: The files. Their suffixes determine how they are read.
+        folder_of: Returns the folder in which the rows of a file find their media.
+        modalities: The modalities of the model, which members of tar files may belong to.
+    """
     cache = GroupCache()
     open_file = OpenFiles()
 
@@ -216,7 +231,12 @@ def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], mod
 
 
 def data_files(path: Path, split: str) -> list[Path]:
-    """Return the sorted files with rows at a path. If file names distinguish splits, return only those of `split`."""
+    """Return the files with rows at a path, sorted by name.
+
+    Args:
+        path: A file, or a folder that is searched with its subfolders.
+        split: If the names of the files contain splits, only the files of this split are returned.
+    """
     if path.is_file():
         return [path] if path.suffix in ROW_FILES else []
     files = sorted(file for file in path.rglob("*") if has_rows(file.relative_to(path)) and file.is_file())
@@ -225,10 +245,16 @@ def data_files(path: Path, split: str) -> list[Path]:
 
 
 def without_statistics(path: Path, files: list[Path]) -> list[Path]:
-    """Return the tar files among `files`, or all of them if there are none.
+    """Return only the tar files if there are any; otherwise, return all files.
 
-    Tools that write tar shards also write a table of statistics for each of them. Other files beside tar files are an
-    error.
+    Some tools write a table of statistics next to each tar file, which must not be read as rows.
+
+    Args:
+        path: The folder.
+        files: The files in the folder.
+
+    Raises:
+        UserError: If the folder has tar files and other files that are not such tables.
     """
     tar_files = [file for file in files if file.suffix in TAR]
     others = [file for file in files if file.suffix not in TAR]

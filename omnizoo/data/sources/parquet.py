@@ -1,4 +1,7 @@
-"""Rows of a Parquet file. Opening a file reads its footer. Row groups are decoded as a whole and cached."""
+"""Read the rows of Parquet files.
+
+Opening a file reads only its footer. When a row is read, its whole row group is decoded and cached.
+"""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -12,9 +15,9 @@ from omnizoo.data.row import STRUCTS, BadRow, Row, without_nulls
 from omnizoo.data.sources.base import FolderRows, MediaFolder
 
 if TYPE_CHECKING:
-    import pyarrow  # imported at run time only where needed: most runs read no Parquet
+    import pyarrow  # at run time, functions import it when they need it, because most runs read no Parquet
 
-MAX_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is damaged
+MAX_ROWS_PER_BYTE = 1000  # a file whose footer states more rows per byte than this is damaged
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
@@ -25,10 +28,13 @@ def arrow_errors() -> tuple[type[Exception], ...]:
 
 
 class GroupCache:
-    """A cache of decoded Parquet row groups, shared by the files of one source.
+    """A cache of decoded row groups, which all files of a source share.
 
-    The most recently used row groups are kept, up to `limit` bytes. Errors of damaged row groups are kept as well, so
-    that a group is not decoded again for each of its rows.
+    The most recently used row groups are kept. The errors of damaged row groups are kept as well, so that such a group
+    is not decoded again for each of its rows.
+
+    Args:
+        limit: Maximum size of all row groups in bytes.
     """
 
     def __init__(self, limit: int = 1 << 30) -> None:
@@ -38,11 +44,19 @@ class GroupCache:
         self.damaged: dict[tuple[Path, int], str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the tables: another process starts with an empty cache."""
+        """Pickle the cache without its tables, so that a loader worker starts with an empty cache."""
         return GroupCache, (self.limit,)
 
     def get(self, path: Path, group: int) -> "pyarrow.Table":
-        """Return a row group of a file. Raises `BadRow` if it is damaged."""
+        """Return a decoded row group.
+
+        Args:
+            path: The Parquet file.
+            group: Index of the row group.
+
+        Raises:
+            BadRow: If the row group is damaged.
+        """
         from pyarrow.parquet import ParquetFile
 
         key = (path, group)
@@ -51,9 +65,9 @@ class GroupCache:
         if key not in self.tables:
             try:
                 with ParquetFile(path, page_checksum_verification=True) as file:
-                    # One thread is enough: loader workers already run in parallel.
+                    # Use one thread, because loader workers already run in parallel.
                     table = file.read_row_group(group, use_threads=False)
-                table.validate(full=True)  # without this, damaged offsets would read arbitrary memory
+                table.validate(full=True)  # otherwise, reading a damaged offset would access arbitrary memory
             except arrow_errors() as error:
                 self.damaged[key] = f"row group {group} is damaged: {first_line(error)}"
                 raise BadRow(self.damaged[key]) from None
@@ -67,7 +81,16 @@ class GroupCache:
 
 
 class ParquetFile(FolderRows):
-    """A Parquet file. Its extents are the row groups that are not empty."""
+    """A Parquet file. Its extents are the row groups that are not empty.
+
+    Args:
+        path: The file.
+        folder: The folder of the media files.
+        cache: The cache of row groups, which the files of a source share.
+
+    Raises:
+        UserError: If the footer is not readable or damaged, or if two columns have the same name.
+    """
 
     stored_kind = "ParquetRows"
 

@@ -1,7 +1,8 @@
-"""Rows from Python: the argument of `omnizoo.train(data=...)`, or the result of a callable that the config names.
+"""Read rows from Python objects.
 
-A sequence of dicts, a `datasets.Dataset` or a map-style torch dataset has random access, like a file. An iterable, such
-as a generator or an iterable dataset, is read into memory once.
+The object is the argument of `omnizoo.train(data=...)`, or the result of a callable that the config names
+(`data.sources.N.rows`). A list, a `datasets.Dataset` or a map-style torch dataset is read row by row, like a file. An
+iterable, such as a generator or an iterable dataset, is read into memory when it is opened.
 """
 
 import sys
@@ -20,14 +21,24 @@ from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, RowSource
 from omnizoo.data.sources.hf_datasets import HFDataset
 
-MAX_ROWS_IN_MEMORY = 1_000_000  # maximum number of rows in an iterable
+MAX_ROWS_IN_MEMORY = 1_000_000  # maximum number of rows of an iterable
+# Description of the objects that are accepted, for error messages.
 EXPECTED = (
     "rows: a list of dicts or an iterable of them, a `datasets.Dataset`, a torch dataset, or an omnizoo.RowSource"
 )
 
 
 class PythonRows(FolderRows):
-    """Rows of an object with `__len__` and `__getitem__`."""
+    """Rows of an object with `__len__` and `__getitem__`.
+
+    Args:
+        rows: The object.
+        name: Name of the source in error messages.
+        folder: The folder of the media files.
+
+    Raises:
+        UserError: If the object has no valid length.
+    """
 
     stored_kind = "GivenRows"
 
@@ -53,13 +64,16 @@ class PythonRows(FolderRows):
 
 
 class UserRows(RowSource):
-    """A user's `RowSource`. Checks its rows, and adds the name of the source to their locations.
+    """A wrapper around a user's `RowSource`, which checks each row and adds the name of the source to its location.
 
     Args:
         source: The user's source.
-        name: Name of the source in messages.
-        reopen: Function and arguments that open the source again in another process, as `__reduce__` returns them. This
-            supports members that cannot be pickled, such as a connection. If None, the source is pickled.
+        name: Name of the source in error messages.
+        reopen: A function and its arguments, which open the source again in a loader worker. A source with members that
+            cannot be pickled, such as a connection, needs it. If None, the source is pickled.
+
+    Raises:
+        UserError: If the source has no valid length.
     """
 
     def __init__(self, source: RowSource, name: str, reopen: tuple[Any, ...] | None) -> None:
@@ -89,7 +103,15 @@ class UserRows(RowSource):
 
 
 def read_row(read: Callable[[int], Any], number: int) -> Row:
-    """Read a row with user code. Raises `BadRow` unless it is a dict with valid names and strings."""
+    """Read a row by calling user code, and check the row.
+
+    Args:
+        read: Returns the row with a given number.
+        number: Number of the row.
+
+    Raises:
+        BadRow: If the code fails, or if the row is not a dict with string keys and valid strings.
+    """
     try:
         value = read(number)
     except UserError:
@@ -101,13 +123,21 @@ def read_row(read: Callable[[int], Any], number: int) -> Row:
     row = dict(value)
     for name in row:
         if not isinstance(name, str):
-            raise BadRow(f"the field name {name!r:.40} is {type(name).__name__}, not a string")
+            raise BadRow(f"the field name {name!r:.40} is {type(name).__name__}; expected a string")
     check_characters(row)
     return row
 
 
 def open_rows(spec: SourceSettings, media_outside: bool) -> RowSource:
-    """Open a source of rows from Python: a callable that the config names, or an object passed to `omnizoo.train`."""
+    """Open a source whose rows come from Python.
+
+    Args:
+        spec: The settings of the source, with `rows` (a callable) or `given` (an object passed to `omnizoo.train`).
+        media_outside: Whether rows may refer to media files outside `media_dir`.
+
+    Raises:
+        UserError: If the callable fails, or if the object is not a source of rows.
+    """
     if spec.rows is not None:
         rows = call(spec.rows, "data.sources.rows", f"a callable that returns {EXPECTED}", spec.options)
         name = spec.rows
@@ -115,12 +145,16 @@ def open_rows(spec: SourceSettings, media_outside: bool) -> RowSource:
         rows = spec.given.value
         name = spec.given.name
     else:
-        raise UserError(f"data.sources: {spec.given} was a Python object. Pass it to omnizoo.train again.")
+        raise UserError(
+            f"data.sources: {spec.given} was a Python object, which a config does not contain. Pass it to "
+            "omnizoo.train again."
+        )
 
     if isinstance(rows, RowSource):
         if spec.media_dir is not None:
             raise UserError(
-                f"{name}: media_dir applies to plain rows only; a RowSource has the method `find`. Remove media_dir."
+                f"{name}: media_dir has no effect on a RowSource, which finds media files with its method `find`. "
+                "Remove media_dir."
             )
         reopen = (open_rows, (spec, media_outside)) if spec.rows is not None else None
         return UserRows(rows, name, reopen)
@@ -138,7 +172,11 @@ def open_rows(spec: SourceSettings, media_outside: bool) -> RowSource:
 
 
 def _check_type(rows: Any, name: str) -> None:
-    """Raise `UserError` for objects that are likely mistakes, such as a path or a class."""
+    """Check that an object is not one that users pass by mistake, such as a path or a class.
+
+    Raises:
+        UserError: If it is.
+    """
     if not isinstance(rows, str | bytes | Path | Mapping | type):
         return
     kind = f"the class {rows.__name__}" if isinstance(rows, type) else f"a {type(rows).__name__}"
@@ -149,13 +187,21 @@ def _check_type(rows: Any, name: str) -> None:
 
 
 def is_plain_dataset(rows: Any) -> bool:
-    """Whether the rows are a `datasets.Dataset` without a transform, which can be read in stored form."""
-    datasets = sys.modules.get("datasets")  # imported already if `rows` is a dataset
+    """Whether the rows are a `datasets.Dataset` without a custom transform. Its stored values can be read directly."""
+    datasets = sys.modules.get("datasets")  # if `rows` is a dataset, the module has been imported
     return datasets is not None and isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom"
 
 
 def read_all(rows: Any, name: str) -> list[Any]:
-    """Read all rows of an iterable. Raises `UserError` if there are none, or more than `MAX_ROWS_IN_MEMORY`."""
+    """Read all rows of an iterable into a list.
+
+    Args:
+        rows: The iterable.
+        name: Name of the source in error messages.
+
+    Raises:
+        UserError: If reading fails, or if there are no rows or more than `MAX_ROWS_IN_MEMORY`.
+    """
     if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
         raise UserError(f"{name}: a {type(rows).__name__} is not a source of rows; expected {EXPECTED}")
     try:
@@ -170,5 +216,5 @@ def read_all(rows: Any, name: str) -> list[Any]:
             "source with random access: a list, a `datasets.Dataset` or an omnizoo.RowSource."
         )
     if not row_list:
-        raise UserError(f"{name}: the iterable has no rows. A generator can be read only once: pass a new one.")
+        raise UserError(f"{name}: the iterable has no rows. A generator can be read only once, so pass a new one.")
     return row_list

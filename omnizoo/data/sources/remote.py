@@ -1,7 +1,8 @@
-"""Remote sources: files at addresses that fsspec supports (`hf://`, `s3://`, `memory://`) are copied to disk and read.
+"""Copy files from remote addresses that fsspec supports, such as `s3://` and `hf://`, to a local cache.
 
-The name of the local folder contains a hash of the versions of the files (sizes, checksums, dates). A changed file
-therefore gets a new copy, and files that are open never change. A media file is copied when a row first refers to it.
+The name of the local folder contains a hash of the versions of the files (sizes, checksums, dates). If a file changes,
+it is therefore copied to a new folder, and copies that are in use never change. Files with rows are copied when the
+source is opened. A media file is copied when a row refers to it for the first time.
 """
 
 import fcntl
@@ -23,8 +24,9 @@ from omnizoo.modalities.media import BadMedia
 
 log = logging.getLogger(__name__)
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# Fields that file systems provide for a file, and that change with its content.
 VERSIONS = ("ETag", "etag", "checksum", "md5", "sha256", "blob_id", "last_commit", "mtime", "LastModified", "created")
-PROTOCOLS_OF_EXTRA = ("s3", "s3a", "gs", "gcs")  # file systems in the extra `remote`
+PROTOCOLS_OF_EXTRA = ("s3", "s3a", "gs", "gcs")  # protocols that `pip install 'omnizoo[remote]'` adds
 
 
 def is_address(path: str) -> bool:
@@ -35,12 +37,19 @@ def is_address(path: str) -> bool:
 
 @dataclass(frozen=True)
 class RemoteFolder(MediaFolder):
-    """Media files of a remote source. `base` and `root` are folders of the local copy."""
+    """The media folder of a remote source. `base` and `root` are folders of the local copy."""
 
     remote: "Remote" = field(kw_only=True)
 
     def find(self, name: str) -> Path:
-        """Return the local copy of a media file. Download it if there is none yet."""
+        """Return the local copy of a media file, which is downloaded if there is none yet.
+
+        Args:
+            name: Name of the file in the row.
+
+        Raises:
+            BadMedia: If the file does not exist, or if it is outside the remote folder.
+        """
         local = Path(os.path.normpath(self.base / name))
         if not local.is_relative_to(self.remote.mirror):
             raise BadMedia(
@@ -52,11 +61,14 @@ class RemoteFolder(MediaFolder):
 
 
 class Remote:
-    """A remote file or folder. `mirror` is the local folder of the copies, with the same relative paths.
+    """A remote file or folder. `mirror` is the local folder with the copies, which have the same relative paths.
 
     Args:
         address: An address that fsspec supports.
-        cache_dir: Folder of all copies; None for `~/.cache/omnizoo`.
+        cache_dir: Folder for the copies of all addresses; None for `~/.cache/omnizoo`.
+
+    Raises:
+        UserError: If fsspec does not support the address.
     """
 
     def __init__(self, address: str, cache_dir: str | None) -> None:
@@ -72,18 +84,18 @@ class Remote:
         return f"{readable}-{digest.hexdigest()}"
 
     def copy(self, choose: Callable[[list[str]], list[str]]) -> Path:
-        """Copy the file, or the chosen files of the folder, to the cache.
+        """Copy the file, or some files of the folder, to the cache.
 
-        If the address cannot be reached, the latest copy is used, with a warning.
+        If the address cannot be reached, the latest copy is used and a warning is printed.
 
         Args:
-            choose: Selects the files to copy from the names of all files in the folder.
+            choose: Receives the names of all files in the folder, and returns those to copy.
 
         Returns:
             The local path of the file or folder.
 
         Raises:
-            UserError: If the address does not exist, or cannot be reached and has no copy.
+            UserError: If the address does not exist, or if it cannot be reached and there is no copy.
         """
         latest_copy = self.cache / f"{self._folder_name([])}.json"
         try:
@@ -107,7 +119,7 @@ class Remote:
         return self.mirror / path
 
     def _list_files(self) -> tuple[bool, dict[str, str]]:
-        """Return whether the address is a file, and the version of each file by its relative name."""
+        """Return whether the address is a file, and the version of each file, keyed by its relative path."""
         with self._user_errors():
             info = self.system.info(self.path)
             if info["type"] == "file":
@@ -121,12 +133,16 @@ class Remote:
         return False, versions
 
     def fetch(self, name: str, missing_is_bad: bool = False) -> Path:
-        """Return the local copy of a file. Download it if there is none yet.
+        """Return the local copy of a file, which is downloaded if there is none yet.
 
         Args:
             name: Path of the file relative to the address.
-            missing_is_bad: Whether a missing file raises `BadMedia`, which makes its row a bad row, instead of
+            missing_is_bad: Whether a missing file raises `BadMedia`, so that only its row is bad, instead of
                 `UserError`.
+
+        Raises:
+            BadMedia: If the file does not exist and `missing_is_bad` is True.
+            UserError: If the file cannot be downloaded or written.
         """
         local = self.mirror / name
         if local.exists():
@@ -134,7 +150,7 @@ class Remote:
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
             with _file_lock(local.with_name(f".{local.name}.lock")):
-                if local.exists():  # another process has downloaded it meanwhile
+                if local.exists():  # another process downloaded the file while this one waited
                     return local
                 partial = local.with_name(f".{local.name}.{os.getpid()}.partial")
                 with self._user_errors():
@@ -154,7 +170,7 @@ class Remote:
             yield
         except FileNotFoundError:
             raise
-        except Exception as error:  # each file system has its own error classes for network, login and names
+        except Exception as error:  # file systems have different classes for errors of networks, logins and names
             hint = ""
             if self.address.startswith("hf://datasets/"):
                 name = "/".join(self.address.removeprefix("hf://datasets/").split("/")[:2]).partition("@")[0]
@@ -164,17 +180,21 @@ class Remote:
 
 
 def connect(address: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address, and the path in that file system."""
+    """Return the fsspec file system of an address, and the path in it.
+
+    Raises:
+        UserError: If fsspec does not support the address, or if a package is not installed.
+    """
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(address)
-    except ImportError as error:  # the message of fsspec contains the name of the package
+    except ImportError as error:  # the error message of fsspec names the missing package
         protocol = address.partition("://")[0]
         hint = f". Run `{install_command('remote')}`." if protocol in PROTOCOLS_OF_EXTRA else ""
         raise UserError(f"{address}: a package is not installed: {first_line(error)}{hint}") from None
     except ValueError as error:
-        expected = "expected a file, a folder, or an address that fsspec supports"
+        expected = "expected the path of a file or folder, or an address that fsspec supports"
         raise UserError(f"{address}: {first_line(error)}; {expected}") from None
     except Exception as error:
         raise UserError(f"{address}: not readable: {first_line(error)}") from error
@@ -182,7 +202,7 @@ def connect(address: str) -> tuple[Any, str]:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Return a string that changes with the content of a file: its size and the version fields of the file system."""
+    """Return a text that changes if the content of a file changes. It contains the size and the `VERSIONS` fields."""
     fields = {key: str(info[key]) for key in VERSIONS if info.get(key) is not None}
     return json.dumps({"size": info.get("size"), **fields}, sort_keys=True)
 

@@ -7,7 +7,7 @@ from omnizoo.config.plugins import nearest
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sources.base import RowSource, RowView
 
-NUM_CHECKED_ROWS = 64  # number of first rows in which each column must occur at least once
+NUM_CHECKED_ROWS = 64  # each renamed field must occur in at least one of the first NUM_CHECKED_ROWS rows
 
 
 class RenamedRows(RowView):
@@ -15,7 +15,7 @@ class RenamedRows(RowView):
 
     Args:
         source: The source of the rows.
-        columns: Maps each new name to the name in the source.
+        columns: Maps the new name of a field to its name in the source.
     """
 
     def __init__(self, source: RowSource, columns: Mapping[str, str]) -> None:
@@ -28,6 +28,7 @@ class RenamedRows(RowView):
         return self.source, row
 
     def read(self, row: int) -> Row:
+        """Return a row with renamed fields. Raises `BadRow` if a new name is already the name of another field."""
         fields = self.source.read(row)
         for new_name, old_name in self.columns.items():
             is_taken = new_name in fields and new_name not in self.new_names
@@ -41,12 +42,12 @@ class RenamedRows(RowView):
 
 
 def check_columns(source: RowSource, required: Sequence[str], key: str, hint: str = "") -> None:
-    """Check that each required field occurs in at least one of the first rows.
+    """Check that each field that the config names occurs in at least one of the first rows.
 
     Args:
         source: The source of the rows.
-        required: Names of fields that the config requires.
-        key: Config key that lists these names, for error messages.
+        required: Names of the fields.
+        key: Config key that contains these names, for the error message.
         hint: Text to append to the error message.
 
     Raises:
@@ -60,7 +61,7 @@ def check_columns(source: RowSource, required: Sequence[str], key: str, hint: st
         except BadRow:
             continue
     if not names:
-        return  # all of them are bad rows, which are reported when they are read
+        return  # all of them are bad rows, which the run will report
     for name in required:
         if name not in names:
             raise UserError(

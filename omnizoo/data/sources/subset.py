@@ -1,4 +1,4 @@
-"""A subset of the rows of a source (`data.sources.N.take`), so that one file can provide training and held-out data."""
+"""Select every n-th row of a source (`data.sources.N.take`), to split a file into training and held-out data."""
 
 import re
 
@@ -10,14 +10,19 @@ EVERY = re.compile(r"(all but )?every ([0-9]{1,9})(?:st|nd|rd|th)")
 
 
 class RowSubset(RowView):
-    """Every n-th row of a source, or all other rows.
+    """Every n-th row of a source ("every 50th"), or all other rows ("all but every 50th").
 
-    The two subsets never share a row. Appending rows to the source does not move earlier rows from one to the other.
+    Together, both subsets contain each row exactly once. If rows are appended to the source, earlier rows stay in their
+    subset.
+
+    Args:
+        source: The source.
+        take: The value of `data.sources.N.take`.
     """
 
     def __init__(self, source: RowSource, take: str) -> None:
         match = EVERY.fullmatch(take)
-        assert match is not None, "checked with the config"
+        assert match is not None, "the config checks `take`"
         self.source = source
         self.is_complement = bool(match[1])
         self.every = int(match[2])

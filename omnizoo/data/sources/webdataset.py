@@ -1,4 +1,7 @@
-"""Rows of a WebDataset tar file. Opening a file reads the tar headers; members are read when a row needs them."""
+"""Read the rows of WebDataset tar files.
+
+Opening a file reads only the tar headers. The members of a row are read when the row is read.
+"""
 
 import mimetypes
 import tarfile
@@ -20,9 +23,17 @@ from omnizoo.modalities.media import BadMedia
 class WebDatasetFile(RowSource):
     """A WebDataset tar file.
 
-    Members whose paths agree up to the first dot of the file name form one row. The text after that dot is the kind of
-    the member. The content of a row is its `json` member if that contains a conversation, otherwise its media followed
-    by its `txt`.
+    Members whose paths are the same up to the first dot of the file name form one row. The text after that dot is the
+    kind of the member, such as `jpg` or `json`. If the `json` member contains a conversation, it is the row. Otherwise,
+    the row consists of its media members followed by its `txt` member.
+
+    Args:
+        path: The tar file.
+        modalities: The modalities of the model, which members may belong to.
+        open_file: Returns an open file for a path.
+
+    Raises:
+        UserError: If the file is not a valid, uncompressed tar file.
     """
 
     stored_kind = "TarSamples"
@@ -34,7 +45,7 @@ class WebDatasetFile(RowSource):
         samples, self.unusable = index_tar(path)
         self.keys = list(samples)
         members = list(samples.values())
-        # Nearly all rows have the same kinds, so equal tuples are stored once.
+        # Nearly all rows have members of the same kinds, so store equal tuples only once.
         stored_kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.kinds = [stored_kinds.setdefault(kinds, kinds) for kinds in map(tuple, members)]
         self.firsts = np.cumsum([0, *map(len, members)])
@@ -46,17 +57,17 @@ class WebDatasetFile(RowSource):
 
     def read(self, row: int) -> Row:
         kinds = self.kinds[row]
-        if self.keys[row] in self.unusable:  # without this member, the row would have another meaning
+        if self.keys[row] in self.unusable:  # do not skip the member, because the row could have another meaning
             raise BadRow(f"the member {self.unusable[self.keys[row]]}")
         value = parse_object(self._read(row, "json")) if "json" in kinds else {}
         if any(value.get(name) is not None for name in CONVERSATION):
             return value | self._unnamed_members(row, value)
         if "txt" not in kinds:
-            return dict.fromkeys(kinds)  # no conversation: the error message lists these fields
+            return dict.fromkeys(kinds)  # the row has no conversation; the error message will list these fields
         return self._text_with_media(row, value)
 
     def _unnamed_members(self, row: int, value: Row) -> Row:
-        """Return, as fields, the members that the json does not refer to, so that they are reported as unused."""
+        """Return a field for each member that the json does not refer to, so that it is reported as unused."""
         names = set(strings(value))
         key = self.keys[row].lower()
         prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")
@@ -68,15 +79,15 @@ class WebDatasetFile(RowSource):
         return unnamed
 
     def _text_with_media(self, row: int, value: Row) -> Row:
-        """Return a row with the media members followed by the txt.
+        """Return a row that consists of its media members followed by its `txt` member.
 
-        Other members, and the fields of the json (`value`), stay fields of the row, so that they are reported as
-        unused. A caption that repeats the txt is omitted.
+        The fields of the `json` member (`value`) and other members become fields of the row, so that they are reported
+        as unused. A caption in the json that repeats the txt is omitted.
         """
         try:
             text = self._read(row, "txt").decode()
         except UnicodeDecodeError as error:
-            raise BadRow(f"the member .txt is not UTF-8 ({error})") from None
+            raise BadRow(f"the member .txt is not UTF-8 ({error}). Convert it to UTF-8.") from None
         fields = {name: part for name, part in value.items() if (name, part) != ("caption", text)}
         media: list[Row] = []
         for kind in self.kinds[row]:
@@ -88,6 +99,7 @@ class WebDatasetFile(RowSource):
         return fields | {"text": [*media, {"type": "text", "text": text}]}
 
     def find(self, row: int, name: str) -> bytes:
+        """Return the content of a member, by its kind, its file name or its path in the archive."""
         key = self.keys[row]
         kinds = self.kinds[row]
         for prefix in (f"{key}.", f"{key.rpartition('/')[2]}.", ""):
@@ -106,7 +118,7 @@ class WebDatasetFile(RowSource):
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, in lower case. Keys of objects are not included."""
+    """Yield all strings in a JSON value in lower case, except the keys of objects."""
     if isinstance(value, str):
         yield value.lower()
     elif isinstance(value, dict | list):
@@ -118,8 +130,9 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
     """Index the members of a tar file without reading their contents.
 
     Returns:
-        For each row key, the first byte and the size of each member by kind; and, for each row key with an unusable
-        member, the name of that member and why it is unusable.
+        Two mappings, whose keys are the common beginnings of the member paths of a row. The first one contains, for
+        each row, the first byte and the size of each member by its kind. The second one contains, for each row with an
+        unusable member, the name of that member and why it is unusable.
 
     Raises:
         UserError: If the file is not a valid, uncompressed tar file.
@@ -151,10 +164,14 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
 
 
 def check_tar_end(path: Path, end: int) -> None:
-    """Check that the archive has an end mark at byte `end`, where tarfile found no further member.
+    """Check that an archive has a valid end mark, so that it is not truncated or damaged.
 
-    tarfile accepts any bytes as an end mark. A valid archive ends with blocks of zeros: the first block must be
-    complete, and only zeros may follow.
+    A valid archive ends with a complete block of zeros, and only zeros may follow. The module `tarfile` does not check
+    this.
+
+    Args:
+        path: The tar file.
+        end: The byte at which `tarfile` found no further member.
 
     Raises:
         tarfile.ReadError: If the archive is truncated or damaged, or if several archives were concatenated.
@@ -177,10 +194,17 @@ def check_tar_end(path: Path, end: int) -> None:
 
 
 def content_type(kind: str, modalities: Collection[str]) -> str | None:
-    """Return the modality of a member, or None if it is not media.
+    """Return the modality of a member; None if the member is not media.
 
-    The kind may contain the name of a modality (`depth`, `depth.npy`, `depth2.npy`). Otherwise, the MIME type of the
-    suffix determines the modality. Raises `BadRow` if the suffix has no MIME type.
+    The kind may contain the name of a modality, as in `depth`, `depth.npy` or `depth2.npy`. Otherwise, the MIME type of
+    the suffix determines the modality.
+
+    Args:
+        kind: Kind of the member: its file name after the first dot.
+        modalities: The modalities of the model.
+
+    Raises:
+        BadRow: If the kind has no modality and no MIME type.
     """
     for part in kind.split("."):
         word = part.rstrip("0123456789")

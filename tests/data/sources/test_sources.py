@@ -191,5 +191,5 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unknown file type '\.pkl'"):
         opened(tmp_path / "model.pkl")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="nothing: no JSONL, CSV, Parquet or tar"):
+    with pytest.raises(UserError, match="nothing: not a JSONL, CSV, Parquet or tar"):
         opened(tmp_path / "nothing")
