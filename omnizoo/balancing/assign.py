@@ -1,9 +1,10 @@
 """Assign packs and media items to ranks by cost, so that all ranks finish a step at about the same time.
 
-The algorithm is longest processing time first, followed by swaps that relieve the busiest rank.
+The most expensive packs or items are assigned first, each to the rank with the lowest cost so far (longest processing
+time first). Then, swaps between ranks reduce the cost on the busiest rank.
 
-Every rank calls these functions with the same costs and must get the same result, whatever its CPU. Costs are therefore
-converted to integers, whose sums do not depend on the order of additions.
+Every rank calls these functions with the same costs and must get the same result, regardless of its CPU. Costs are
+therefore converted to integers, whose sums do not depend on the order of additions.
 """
 
 from collections.abc import Sequence
@@ -15,16 +16,24 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Maximum numbers of pairs to compare. Comparing that many takes about ten milliseconds.
+# Maximum numbers of pairs that the search for swaps compares, which takes about ten milliseconds.
 MAX_PACK_COMPARISONS = 3_000_000
 MAX_ITEM_COMPARISONS = 10_000_000
 
-LARGE_WORLD = 64  # world size above which items preferably stay within blocks of ranks
-MIN_BLOCK = 16  # minimum number of ranks in a block
+LARGE_WORLD = 64  # above this world size, media items are assigned to ranks near their tokens if possible
+MIN_BLOCK = 16  # minimum number of neighboring ranks that form a block
 
 
 def assign_packs(costs: Sequence[float] | Floats, ranks: int) -> list[list[int]]:
-    """Return the packs of each rank, in ascending order. All ranks get equally many packs and about the same cost."""
+    """Assign packs to ranks, so that all ranks have the same number of packs and about the same cost.
+
+    Args:
+        costs: The cost of each pack. The number of packs must be a multiple of `ranks`.
+        ranks: Number of ranks.
+
+    Returns:
+        The packs of each rank, in ascending order.
+    """
     int_costs = _to_integers(costs)
     size = len(costs) // ranks
     assert len(costs) == size * ranks > 0, f"{len(costs)} packs cannot be divided evenly over {ranks} ranks"
@@ -44,7 +53,15 @@ def assign_packs(costs: Sequence[float] | Floats, ranks: int) -> list[list[int]]
 
 
 def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
-    """Return the rank of each item, such that all ranks have about the same cost. Shape `[items]`."""
+    """Assign media items to ranks, so that all ranks have about the same cost.
+
+    Args:
+        costs: The cost of each item.
+        ranks: Number of ranks.
+
+    Returns:
+        `[items]`, the rank of each item.
+    """
     int_costs = _to_integers(costs)
     loads = [(0, rank) for rank in range(ranks)]
     owner = np.empty(len(int_costs), np.int64)
@@ -52,7 +69,7 @@ def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
         load, rank = loads[0]
         owner[item] = rank
         heapreplace(loads, (load + int(int_costs[item]), rank))
-    # Add an item with cost 0 to every rank. A swap with such an item moves a single item.
+    # Add an item with cost 0 to every rank. A swap with such an item moves another item to that rank.
     owner = np.concatenate([owner, np.arange(ranks)])
     padded_costs = np.concatenate([int_costs, np.zeros(ranks, np.int64)])
     _swap_items(padded_costs, owner, ranks, MAX_ITEM_COMPARISONS)
@@ -60,16 +77,19 @@ def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
 
 
 def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int, sp: int) -> Numbers:
-    """Return the rank of each item. With many ranks, prefer ranks near those that hold the tokens of the item.
+    """Assign media items to ranks. If there are many ranks, most items stay near their tokens.
 
-    The ranks form blocks of neighbors. If the cost of a block exceeds the mean, only the excess is assigned to other
-    blocks, so that most features are sent over short distances.
+    The ranks are divided into blocks of neighbors. Only if the cost of a block exceeds the mean, items are moved to
+    other blocks. Most features are therefore sent over short distances.
 
     Args:
-        costs: `[items]`, cost of each item.
-        home: `[items]`, first of the ranks that hold the tokens of each item.
+        costs: `[items]`, the cost of each item.
+        home: `[items]`, the first of the ranks that have the tokens of each item.
         ranks: World size.
-        sp: Number of neighboring ranks that hold the tokens of an item.
+        sp: Number of neighboring ranks that share the tokens of an item.
+
+    Returns:
+        `[items]`, the rank of each item.
     """
     size = max(MIN_BLOCK, 4 * sp)  # a block with few packs has too few items to balance
     if ranks <= LARGE_WORLD or ranks % size or size % sp or ranks == size:
@@ -80,7 +100,7 @@ def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int
     blocks = ranks // size
     _even_out(int_costs, block, blocks)
 
-    # Longest processing time first, vectorized over all blocks.
+    # Assign the most expensive items first, in all blocks at the same time.
     order = np.argsort(-int_costs, kind="stable")
     order = order[np.argsort(block[order].astype(np.int16), kind="stable")]
     count = np.bincount(block, minlength=blocks)
@@ -97,9 +117,12 @@ def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int
 
 
 def _even_out(costs: Numbers, block: Numbers, blocks: int) -> None:
-    """Move items from blocks above the mean cost to the blocks with the lowest cost. Modifies `block` in place.
+    """Move items from blocks whose cost exceeds the mean to the blocks with the lowest cost.
 
-    The moved items are placed in order of decreasing cost.
+    Args:
+        costs: `[items]`, the cost of each item.
+        block: `[items]`, the block of each item. It is changed in place.
+        blocks: Number of blocks.
     """
     loads = np.zeros(blocks, np.int64)
     np.add.at(loads, block, costs)
@@ -132,9 +155,13 @@ def _to_integers(costs: Sequence[float] | Floats) -> Numbers:
 
 
 def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int) -> None:
-    """Swap items of the busiest rank for cheaper ones while this lowers its cost. Modifies `owner` in place.
+    """Swap items of the busiest rank for cheaper ones of other ranks, as long as this lowers the highest cost.
 
-    Each swap is the best one available. The search ends after comparing `max_comparisons` pairs.
+    Args:
+        costs: `[items]`, the cost of each item.
+        owner: `[items]`, the rank of each item. It is changed in place.
+        ranks: Number of ranks.
+        max_comparisons: Number of compared pairs after which the search ends.
     """
     loads = np.zeros(ranks, np.int64)
     np.add.at(loads, owner, costs)
@@ -146,8 +173,9 @@ def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int
         if comparisons > max_comparisons:
             return
 
-        relief = costs[candidates, None] - costs  # [candidates, items], cost that a swap saves on the busiest rank
-        # Cost of the busier of the two ranks after the swap. Swaps within the busiest rank are excluded.
+        # [candidates, items], the cost that the busiest rank loses if it swaps a candidate for an item.
+        relief = costs[candidates, None] - costs
+        # The higher cost of both ranks after the swap. Exclude swaps within the busiest rank.
         cost_after = np.maximum(loads[busiest] - relief, loads[owner] + relief)
         cost_after[:, candidates] = loads[busiest]
         candidate, partner = np.unravel_index(int(cost_after.argmin()), cost_after.shape)

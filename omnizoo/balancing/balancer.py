@@ -1,4 +1,4 @@
-"""Assign the packs and media items of a step to ranks by cost, and send them there."""
+"""The `Balancer`: it assigns the packs and media items of a step to ranks by cost, and sends them there."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from omnizoo.parallel.mesh import Mesh
 
 
 class Balancer:
-    """Decides which rank processes each loaded pack and media item, and sends it there.
+    """Distributes the packs and media items that the ranks have loaded, so that all ranks have about the same cost.
 
     Example:
         >>> balancer = omnizoo.Balancer(model, mesh, config)
@@ -53,7 +53,7 @@ class Balancer:
 
         Raises:
             UserError: If loading failed on any rank. The same error is raised on all ranks.
-            LoadingStopped: If any rank has stopped to load the step.
+            LoadingStopped: If any rank received a stop signal before it had loaded the step.
         """
         redistribute_packs = partial(
             redistribute,

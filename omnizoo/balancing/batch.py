@@ -1,4 +1,4 @@
-"""A micro-batch, which consists of concatenated packs as CPU tensors."""
+"""The `Batch` type: a micro-batch of one rank, with concatenated packs as CPU tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ class Batch:
     Labels are shifted: `labels[0, t]` is the token at position t + 1, or IGNORE_INDEX if it is not a target.
     """
 
-    columns: dict[str, torch.Tensor]  # [1, tokens] each; [rows, 1, tokens] for models with several positions per token
+    columns: dict[str, torch.Tensor]  # [1, tokens] each; [rows, 1, tokens] for positions with several rows
     cu_seqlens: torch.Tensor  # [segments + 1] int32, boundaries of segments
-    max_seqlen: int
-    sample_ids: list[str]  # one per segment, as source/epoch/row/part; dummy packs have none
+    max_seqlen: int  # length of the longest segment
+    sample_ids: list[str]  # source/epoch/row/part of each segment; dummy packs have none
     tokens: int  # number of tokens, without dummy packs
     packs: tuple[int, ...]  # indices of the packs in the run, without dummy packs
-    media: dict[Port, list[Inputs]]  # for each port: inputs of the items that this rank processes
-    routes: dict[Port, FeatureRoute]  # for each port: which features this rank sends and receives
-    preferences: Preferences | None = None  # role of each segment
+    media: dict[Port, list[Inputs]]  # inputs of the media items that this rank processes, by port
+    routes: dict[Port, FeatureRoute]  # features that this rank sends and receives, by port
+    preferences: Preferences | None = None  # role of each segment; None without preference rows
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the segments, in tokens."""
+        """Number of tokens of each segment."""
         lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
 
@@ -42,12 +42,15 @@ def collate(
     media: dict[Port, list[Inputs]] | None = None,
     routes: dict[Port, FeatureRoute] | None = None,
 ) -> Batch:
-    """Concatenate packs. For each token, add its position id and the indices of its pack and segment.
+    """Concatenate the packs of a micro-batch.
+
+    The columns `pack_of_token` and `sample_of_token` (indices of the pack and of the segment of each token) are added,
+    and `position_ids` if the packs have none.
 
     Args:
         packs: The packs of this rank, including dummy packs.
-        media: For each port, the inputs of the items that this rank processes.
-        routes: For each port, which features this rank sends and receives.
+        media: Inputs of the media items that this rank processes, by port.
+        routes: Features that this rank sends and receives, by port.
     """
     lengths = np.array([length for pack in packs for length in pack.lengths])
     ends = np.cumsum(lengths)

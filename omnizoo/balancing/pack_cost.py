@@ -1,4 +1,4 @@
-"""Compute the cost of packs, by which they are assigned to ranks."""
+"""Compute the cost of packs in FLOPs. Packs are assigned to ranks by their cost."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,16 +11,22 @@ from omnizoo.models.media.hf_model import media_model
 
 
 class PackCost:
-    """Callable that returns the FLOPs of training on a pack. Media items have separate costs (`MediaSize.cost`)."""
+    """A function that returns the FLOPs of training on a pack.
+
+    The encoding of media items is not included; it has separate costs (`MediaSize.cost`).
+
+    Args:
+        model: The model. It may be sharded.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.flops = count_flops(model)
         self._bidirectional = media_model(model).bidirectional
 
     def __call__(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model and the decoder heads."""
-        fed_back: Counter[str] = Counter()
-        predicted: Counter[str] = Counter()
+        """Return the FLOPs of the language model and the decoder heads for a pack."""
+        fed_back: Counter[str] = Counter()  # number of placeholder tokens that decoders turn into inputs, by modality
+        predicted: Counter[str] = Counter()  # number of placeholder tokens that decoders predict, by modality
         for item in pack.items:
             if item.port.role == "decoder":
                 fed_back[item.port.modality] += item.size.num_placeholders
@@ -28,16 +34,16 @@ class PackCost:
         return self.flops.of(pack.lengths, pack.num_targets, fed_back, predicted, self._pairs_ahead(pack))
 
     def with_media(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model, the decoder heads and the media items of the pack."""
+        """Return the FLOPs of the language model and the decoder heads for a pack, and those of its media items."""
         return self(pack) + sum(item.size.cost for item in pack.items)
 
     def attention(self, pack: Pack) -> float:
-        """Return the FLOPs of attention in the language model only."""
+        """Return only the FLOPs of attention in the language model for a pack."""
         only_pairs = replace(self.flops, per_token=0.0, per_target=0.0)
         return only_pairs.of(pack.lengths, 0, {}, {}, self._pairs_ahead(pack))
 
     def _pairs_ahead(self, pack: Pack) -> int:
-        """Return the number of pairs in which a token of a bidirectional span attends to a later token of the span."""
+        """Return the number of pairs of tokens in which a token attends to a later one, within bidirectional spans."""
         if self._bidirectional is None:
             return 0
         runs = ((item.port.modality, length) for item in pack.items for _, length in item.spans)

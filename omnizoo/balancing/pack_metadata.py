@@ -28,8 +28,8 @@ Records = npt.NDArray[np.void]
 SECTIONS = ("packs", "lengths", "items", "spans", "status")
 HEADER_BYTES = len(SECTIONS) * np.dtype(np.int64).itemsize
 
-# Preference counts of a pack, and the role of the segments that each count refers to. Pairs are counted by their
-# chosen response.
+# Maps each preference count of a pack to the role of the segments that it counts. A pair is counted by its chosen
+# response.
 PREFERENCES = {
     "pairs": "chosen",
     "desirable": "desirable",
@@ -39,13 +39,13 @@ PREFERENCES = {
 PACK = np.dtype(
     [
         ("index", "i8"),  # position of the pack in the run
-        ("is_dummy", "i8"),
+        ("is_dummy", "i8"),  # 1 for dummy packs
         ("num_segments", "i8"),
-        ("num_items", "i8"),
-        ("num_targets", "i8"),  # text tokens that contribute to the loss
+        ("num_items", "i8"),  # number of media items
+        ("num_targets", "i8"),  # number of text tokens that contribute to the loss
         ("target_weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
         *((name, "i8") for name in PREFERENCES),
-        ("num_responses", "i8"),  # segments with a text target
+        ("num_responses", "i8"),  # number of segments with a text target
         ("cost", "f8"),  # FLOPs, without those of the media items
     ]
 )
@@ -53,21 +53,20 @@ ITEM = np.dtype(
     [
         ("port", "i8"),  # index into the model's ports
         ("num_placeholders", "i8"),
-        ("num_targets", "i8"),  # denominator of the item's loss; 0 if it has none
+        ("num_targets", "i8"),  # contribution of the item to the denominator of its loss; 0 if it has no loss
         ("is_target", "i8"),  # 1 if the model predicts the item, with or without a loss on it
-        ("num_residual_targets", "i8"),  # denominator of the second loss
+        ("num_residual_targets", "i8"),  # the same as num_targets, for the second loss
         ("num_spans", "i8"),
         ("cost", "f8"),  # FLOPs
     ]
 )
 
-
-Cost = Callable[[Pack], float]  # returns the FLOPs of a pack
+Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without those of its media items
 
 
 @dataclass(frozen=True)
 class PackTable:
-    """Metadata of several packs. Segments, items and spans are concatenated in pack order."""
+    """Metadata of several packs. The segments, items and spans of all packs are concatenated in the order of packs."""
 
     packs: Records  # [packs], dtype PACK
     lengths: Numbers  # [segments], in tokens
@@ -105,29 +104,38 @@ class PackTable:
 
     @cached_property
     def first_sample(self) -> Numbers:
-        """The offset of each pack in `lengths`, followed by the total. Shape `[packs + 1]`."""
+        """Index in `lengths` of the first segment of each pack, followed by the total. Shape `[packs + 1]`."""
         return offsets(self.packs["num_segments"])
 
     @cached_property
     def first_span(self) -> Numbers:
-        """The offset of each item in `spans`, followed by the total. Shape `[items + 1]`."""
+        """Index in `spans` of the first span of each item, followed by the total. Shape `[items + 1]`."""
         return offsets(self.items["num_spans"])
 
     @cached_property
     def tokens(self) -> Numbers:
-        """The number of tokens of each pack. Shape `[packs]`."""
+        """Number of tokens of each pack. Shape `[packs]`."""
         token_offsets = offsets(self.lengths)
         tokens: Numbers = np.diff(token_offsets[self.first_sample])
         return tokens
 
     def lengths_of(self, packs: Numbers) -> list[int]:
-        """Return the lengths of the segments of these packs, in order."""
+        """Return the lengths of the segments of some packs, in order.
+
+        Args:
+            packs: Rows of the packs in this table.
+        """
         segments = concatenate_ranges(self.first_sample[packs], self.packs["num_segments"][packs])
         lengths: list[int] = self.lengths[segments].tolist()
         return lengths
 
     def spans_of(self, item: int, offset: int) -> list[tuple[int, int]]:
-        """Return the spans of an item, relative to a sequence in which its pack starts at token `offset`."""
+        """Return the spans of an item as (first token, number of tokens) in a sequence of several packs.
+
+        Args:
+            item: Row of the item in this table.
+            offset: First token of its pack in the sequence.
+        """
         spans = self.spans[self.first_span[item] : self.first_span[item + 1]].tolist()
         return [(first + offset, count) for first, count in spans]
 
@@ -178,18 +186,18 @@ def offsets(counts: Numbers) -> Numbers:
 
 
 def concatenate_ranges(first: Numbers, count: Numbers) -> Numbers:
-    """Return the concatenated ranges `first[i]` to `first[i] + count[i] - 1`: [4, 9], [2, 1] -> [4, 5, 9]."""
+    """Concatenate the ranges from `first[i]` to `first[i] + count[i] - 1`: [4, 9], [2, 1] -> [4, 5, 9]."""
     result_offsets = offsets(count)
     indices: Numbers = np.repeat(first - result_offsets[:-1], count) + np.arange(result_offsets[-1])
     return indices
 
 
 def encode_message(table: PackTable, status: Any) -> bytes:
-    """Encode the table and a status as a message.
+    """Encode what a rank sends to all others as bytes.
 
     Args:
-        table: Metadata of the packs of this rank.
-        status: Status of this rank. It must be JSON-serializable.
+        table: Metadata of the packs that this rank has loaded.
+        status: Status of this rank, as a value that JSON can represent.
     """
     sections = [array.tobytes() for array in (table.packs, table.lengths, table.items, table.spans)]
     sections.append(json.dumps(status).encode())
@@ -198,9 +206,15 @@ def encode_message(table: PackTable, status: Any) -> bytes:
 
 
 def decode_messages(messages: Sequence[Bytes]) -> tuple[PackTable, list[Any]]:
-    """Return the concatenated table of all messages, and the status of each.
+    """Decode the messages of all ranks.
 
-    Arrays are concatenated once per section, because there may be thousands of messages.
+    Each section is concatenated over all messages before it is parsed, because there may be thousands of messages.
+
+    Args:
+        messages: The message of each rank, in rank order.
+
+    Returns:
+        A table with the packs of all ranks, and the status of each rank.
     """
     section_sizes = np.stack([message[:HEADER_BYTES] for message in messages]).view(np.int64)  # [ranks, sections]
     section_ends = HEADER_BYTES + section_sizes.cumsum(1)

@@ -1,8 +1,9 @@
 """Load and redistribute the next step in a thread while the model trains on the current one.
 
 The thread receives packs from the loader workers, redistributes them over a separate process group, and pins their
-memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps. In a
-second thread, decoding would delay kernel launches, and the limits on chat templates would apply to the whole process.
+memory. Without workers (`data.workers: 0`), the main thread reads and decodes rows between two steps. A second thread
+would not be suitable for this: it would delay kernel launches, and the limits on chat templates would affect the whole
+process.
 """
 
 import queue
@@ -22,11 +23,11 @@ from omnizoo.data.loading.loader import Loader
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.exchange import new_thread_group
 
-TIMEOUT = 60.0  # seconds to wait at the end of a run for ranks that are still loading a step
-TIMEOUT_AFTER_ERROR = 3.0  # seconds
-WAIT_SECONDS = 1.0  # time between two checks whether to stop, while a step is loading
+TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
+TIMEOUT_AFTER_ERROR = 3.0  # the same after an error
+WAIT_SECONDS = 1.0  # while a step is loading, the main thread checks at this interval whether the run stops
 
-Loaded = tuple[LoadedStep, dict[str, Any]]  # the step, and the state of the loader after it
+Loaded = tuple[LoadedStep, dict[str, Any]]  # a step, and the state of the loader after this step
 
 
 def next_step(loader: Loader, balancer: Balancer) -> StepData:
@@ -47,7 +48,7 @@ def next_step(loader: Loader, balancer: Balancer) -> StepData:
 
 
 def load_step(loader: Loader) -> LoadedStep:
-    """Load the packs of this rank. A `UserError` is stored in the step, to be raised on all ranks together."""
+    """Load the packs of this rank. A `UserError` is stored in the step, so that all ranks can raise it together."""
     try:
         return loader.next_step()
     except UserError as error:
@@ -55,9 +56,16 @@ def load_step(loader: Loader) -> LoadedStep:
 
 
 class Prefetcher:
-    """Loads each of `num_steps` steps before it is needed.
+    """Loads steps in advance, in a thread. `next` returns them in order.
 
-    `next` returns them in order. All ranks must request every step.
+    Use it as a context manager, which ends the thread. All ranks must request every step.
+
+    Args:
+        loader: The data loader of this rank.
+        balancer: Assigns packs to ranks.
+        num_steps: Number of steps to load.
+        phases: Returns a context manager that measures the time of a named phase.
+        stop_requested: Returns whether the run should stop without waiting for the next step.
     """
 
     def __init__(
@@ -83,11 +91,11 @@ class Prefetcher:
         self._request_step()
 
     def next(self) -> StepData:
-        """Return the next step. Errors that occurred while loading it are raised here.
+        """Return the next step. An error that occurred while it was loaded is raised here.
 
         Raises:
-            LoadingStopped: If a stop was requested while the workers of a rank were loading. All ranks raise it, and
-                `state` stays that of the step before.
+            LoadingStopped: If a stop was requested before a rank had loaded the step. All ranks raise it, and `state`
+                does not change.
         """
         assert self.is_working, "`next` was called more often than there are steps"
         with self.phases("data"):
@@ -100,7 +108,7 @@ class Prefetcher:
         return data
 
     def _wait(self) -> tuple[StepData, dict[str, Any]] | BaseException:
-        """Return the result of the thread. If a stop is requested meanwhile, do not wait for the workers."""
+        """Wait for the result of the thread, and return it. If a stop is requested, make the loader stop waiting."""
         while True:
             try:
                 return self._results.get(timeout=WAIT_SECONDS)
@@ -116,11 +124,11 @@ class Prefetcher:
         thread = threading.Thread(target=self._work, args=(is_ready,), name="data", daemon=True)
         thread.start()
         is_ready.wait()
-        torch.set_num_threads(num_threads)  # restore the default for new threads; `thread` keeps its own setting
+        torch.set_num_threads(num_threads)  # `_work` has changed the default for new threads; this restores it
         return thread
 
     def _request_step(self) -> None:
-        """Make the thread prepare the next step, if there is one."""
+        """Request the next step from the thread, unless all steps have been requested."""
         if not self.num_left:
             return
         self.num_left -= 1
@@ -128,7 +136,7 @@ class Prefetcher:
         try:
             loaded = None if self.loader.workers else self._load()
             self._requests.put(lambda: loaded or self._load())
-        except Exception as error:  # noqa: BLE001 (raised when the next step is requested; the current step is still usable)
+        except Exception as error:  # noqa: BLE001 (the next call of `next` raises it; the current step is still usable)
             self._results.put(error)
 
     def _load(self) -> Loaded:
@@ -136,14 +144,14 @@ class Prefetcher:
         return load_step(self.loader), self.loader.state_dict()
 
     def _work(self, is_ready: threading.Event) -> None:
-        """Prepare steps on request, until the request is None. This method runs in the thread."""
-        torch.set_num_threads(1)  # otherwise torch starts a second full pool of compute threads for this thread
+        """Prepare requested steps until the request is None. This method runs in the thread."""
+        torch.set_num_threads(1)  # otherwise, torch would start a second pool of compute threads for this thread
         is_ready.set()
         while (load := self._requests.get()) is not None:
             try:
                 loaded, state = load()
                 self._results.put((self.balancer(loaded, self._group), state))
-            except BaseException as error:  # noqa: BLE001 (raised by `next`)
+            except BaseException as error:  # noqa: BLE001 (`next` raises it)
                 self._results.put(error)
 
     def __enter__(self) -> "Prefetcher":
@@ -152,16 +160,16 @@ class Prefetcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the thread. All ranks stop at the same step, so the thread can finish unless a rank failed."""
+        """End the thread. All ranks stop at the same step, so the thread can finish its step unless a rank failed."""
         timeout = TIMEOUT if error is None else TIMEOUT_AFTER_ERROR
         if self._is_idle(timeout):
             self._requests.put(None)
-            # Freeing tensors or process groups in a thread while the interpreter exits would abort the process.
+            # Wait for the thread: if it frees tensors or process groups while Python exits, the process aborts.
             self._thread.join(timeout)
         self.loader.close()
 
     def _is_idle(self, timeout: float) -> bool:
-        """Whether the thread has prepared its step within `timeout` seconds. The step is discarded."""
+        """Whether the thread finishes its current step within `timeout` seconds. The step is discarded."""
         if not self.is_working:
             return True
         self.loader.stop()  # workers may be stuck

@@ -1,7 +1,7 @@
 """Send packs and decoded media items to the ranks that the step plan assigns them to.
 
-Every rank sends the metadata of its packs to all others (lengths and costs, no token data), so that all ranks compute
-the same plan. The result of a step does not depend on the plan.
+First, every rank sends the metadata of its packs (lengths and costs, no token data) to all others, so that all ranks
+compute the same plan. The plan only affects speed: the result of a step does not depend on it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, Received, exchange_
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 
-HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent in addition to its columns
+HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent along with its columns
 
 
 def redistribute(
@@ -35,11 +35,11 @@ def redistribute(
     Args:
         packs: The packs that this rank has loaded.
         mesh: The device mesh of all ranks.
-        micro_batch: Number of packs per micro-batch and data-parallel rank.
-        calls: Ports of the model, grouped by module call, whether or not this step has items for them.
+        micro_batch: Number of packs in a micro-batch of one data-parallel rank.
+        calls: All ports of the model, grouped by module call. Ports without items in this step are included.
         cost: Returns the FLOPs of a pack.
-        status: JSON-serializable value that is sent to all ranks together with the pack metadata.
-        group: Process group of the calling thread. Each thread needs a separate group.
+        status: Status of this rank, which all ranks receive. It must be a value that JSON can represent.
+        group: Process group to communicate over; None for the default group. Each thread needs a separate group.
 
     Returns:
         The micro-batches of this rank, the plan of the step, and the status of each rank.
@@ -63,7 +63,16 @@ def redistribute(
 
 
 def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], layout: Layout) -> list[list[Payload]]:
-    """Return, for each rank, the packs and media items that this rank sends to it."""
+    """Return the packs and media items that this rank sends to each rank.
+
+    Args:
+        rounds: The plan of each micro-batch.
+        packs: The packs that this rank has loaded, keyed by their index.
+        layout: Sizes of the mesh axes.
+
+    Returns:
+        For each rank, its packs and media items. Each one is a header and named arrays.
+    """
     payloads: list[list[Payload]] = [[] for _ in range(layout.world)]
     for number, micro_batch_plan in enumerate(rounds):
         # Items are numbered consecutively over all packs of the micro-batch.
@@ -86,7 +95,12 @@ def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], l
 
 
 def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], dict[tuple[int, int], Inputs]]:
-    """Return the packs by index, and the inputs of media items by (micro-batch, item number in the micro-batch)."""
+    """Return the packs and media items that this rank has received.
+
+    Returns:
+        The packs, keyed by their index, and the inputs of media items, keyed by the number of the micro-batch and the
+        number of the item in it.
+    """
     packs: dict[int, Pack] = {}
     inputs: dict[tuple[int, int], Inputs] = {}
     for header, tensors in (payload for from_rank in received for payload in from_rank):
@@ -94,7 +108,7 @@ def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], di
             number, item_number = header["item"]
             inputs[number, item_number] = tensors
             continue
-        if header["preferences"] is not None:  # sent as JSON, which has no named tuples
+        if header["preferences"] is not None:  # JSON has converted the named tuple to a list
             header["preferences"] = Preferences(*header["preferences"])
         columns = {name: tensor.numpy() for name, tensor in tensors.items()}
         packs[header["index"]] = Pack(**header, columns=columns)

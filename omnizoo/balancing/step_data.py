@@ -13,13 +13,13 @@ class StepData:
 
     micro_batches: Sequence[Batch]
     totals: StepTotals
-    imbalance: dict[str, float]  # load of the busiest rank / mean load, for tokens and for each port
-    # Since the start of the run: numbers of skipped rows, and of dropped or split samples.
+    imbalance: dict[str, float]  # cost on the busiest rank / mean cost, for packs (key `tokens`) and for each port
+    # Counters since the start of the run, such as the numbers of skipped rows and of dropped samples.
     counters: dict[str, int] = field(default_factory=dict)
-    bad_rows: Sequence[str] = ()  # messages about rows that were skipped in this step, from all ranks
-    kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs, for a forward pass without loss
+    bad_rows: Sequence[str] = ()  # messages from all ranks about rows that were skipped in this step
+    kto_baseline: "StepData | None" = None  # mismatched responses with prompts, which are not trained on
 
     @property
     def tokens(self) -> int:
-        """The number of tokens on all ranks, without dummy packs."""
+        """Number of tokens on all ranks, without dummy packs."""
         return self.totals.tokens

@@ -1,7 +1,7 @@
-"""Plan a step: assign packs to data-parallel ranks, and media items to all ranks, by cost.
+"""Plan a step: decide which data-parallel rank trains on each pack, and which rank processes each media item.
 
-A plan depends only on the pack metadata (lengths and costs, no token data). Every rank computes the same plan without
-communication, and a plan can also be computed outside a distributed run.
+A plan depends only on pack metadata (lengths and costs, no token data). Every rank computes the same plan, so the ranks
+need no further communication. A plan can also be computed outside a distributed run.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from omnizoo.modalities.item import Port
 from omnizoo.parallel.feature_exchange import FeatureRoute, PackGroup, plan_routes
 from omnizoo.parallel.layout import Layout
 
-TEXT = "text"
-RESIDUAL = "residual"  # the second loss of a follower or a decoder
+TEXT = "text"  # key of text targets in `StepTotals.targets`
+RESIDUAL = "residual"  # suffix of the second loss that a follower or decoder may have
 
 
 @dataclass(frozen=True)
@@ -32,32 +32,32 @@ class StepTotals:
     flops: float  # FLOPs of packs and media items
     answers: int = 0  # number of segments with a text target
     # Counts for preference losses:
-    pairs: int = 0
+    pairs: int = 0  # number of preference pairs
     desirable: int = 0  # number of responses labeled desirable (KTO)
-    undesirable: int = 0
+    undesirable: int = 0  # number of responses labeled undesirable (KTO)
     mismatched: int = 0  # number of mismatched responses (KTO baseline)
 
     @property
     def has_targets(self) -> bool:
         """Whether any loss has targets in this step.
 
-        Responses of preference rows count even without text targets, because they may consist of media alone.
+        Responses of preference rows count even if they have no text targets, because they may consist of media.
         """
         return any(self.targets.values()) or self.pairs + self.desirable + self.undesirable > 0
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of one step: one plan per micro-batch, and totals."""
+    """The plan of one step: one plan for each micro-batch, and totals."""
 
     rounds: list["MicroBatchPlan"]
     totals: StepTotals
-    imbalance: dict[str, float]  # load of the busiest rank / mean load, for packs (`tokens`) and for each port
+    imbalance: dict[str, float]  # cost on the busiest rank / mean cost, for packs (key `tokens`) and for each port
 
 
 @dataclass(frozen=True)
 class RoutedItem:
-    """A media item in the form that `plan_routes` needs. Implements `RoutedSpan`."""
+    """The properties of a media item that `plan_routes` needs. The class implements `RoutedSpan`."""
 
     port: Port
     spans: Sequence[tuple[int, int]]
@@ -74,8 +74,8 @@ def plan_step(
     Args:
         table: Metadata of the packs of all ranks, in any order.
         layout: Sizes of the mesh axes.
-        micro_batch: Number of packs per micro-batch and data-parallel rank.
-        calls: Ports of the model, grouped by module call, whether or not these packs have items for them.
+        micro_batch: Number of packs in a micro-batch of one data-parallel rank.
+        calls: All ports of the model, grouped by module call. Ports without items in these packs are included.
         cost: Returns the FLOPs of a pack.
     """
     ports = [port for call in calls for port in call]
@@ -84,14 +84,15 @@ def plan_step(
         return StepPlan([], StepTotals(tokens=0, packs=0, targets={}, weight=0, flops=0.0), {})
     totals = count_totals(table, ports)
 
-    # The number of held-out packs may not be divisible by the number of ranks. Dummy packs make up the difference.
+    # Add dummy packs so that all ranks get the same number. Held-out data, for example, may have any number of packs.
     num_dummies = -num_packs % (layout.dp * micro_batch)
     dummies = [dummy_pack(-1 - i) for i in range(num_dummies)]
     by_index = np.argsort(table.packs["index"], kind="stable")
     rows = np.concatenate([by_index, num_packs + np.arange(num_dummies)])
     table = PackTable.concatenate([table, PackTable.from_packs(dummies, ports, cost)])
 
-    # Every rank processes its packs in order of cost, because ranks wait for each other in every micro-batch.
+    # Every rank processes its most expensive packs first. The packs of a micro-batch then have similar costs on all
+    # ranks, which wait for each other in every micro-batch.
     costs = table.packs["cost"][rows]
     packs_by_rank = []
     for packs in assign_packs(costs, layout.dp):
@@ -108,7 +109,12 @@ def plan_step(
 
 
 def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
-    """Return the totals over all packs, without dummy packs."""
+    """Return the totals over all packs of a table, without dummy packs.
+
+    Args:
+        table: Metadata of the packs of all ranks.
+        ports: All ports of the model.
+    """
     is_real = table.packs["is_dummy"] == 0
     packs = table.packs[is_real]
     items = table.items[np.repeat(is_real, table.packs["num_items"])]
@@ -133,15 +139,16 @@ def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:
-    """Sum in sorted order, so that the result is bitwise independent of the order of packs."""
+    """Return the sum of values, added in sorted order. The order of the packs does not change a single bit of it."""
     return float(np.sort(values).sum())
 
 
 class MicroBatchPlan:
     """The plan of one micro-batch on all ranks.
 
-    `packs[d]` contains the indices of the packs that data-parallel rank d processes. The media items of all packs are
-    numbered in this order, and `owners` contains the rank that processes each item. N is the number of items.
+    `packs[d]` contains the indices of the packs that data-parallel rank d processes. The media items of all these packs
+    are numbered in this order. `owners[i]` is the rank that processes item i. In comments on shapes, N is the number of
+    items.
     """
 
     def __init__(self, table: PackTable, rows: Numbers, layout: Layout, calls: Sequence[Sequence[Port]]) -> None:
@@ -149,9 +156,9 @@ class MicroBatchPlan:
 
         Args:
             table: Metadata of the packs of all ranks.
-            rows: `[dp, packs]`, rows of `table.packs` that each data-parallel rank processes.
+            rows: `[dp, packs]`, the rows of `table.packs` that each data-parallel rank processes.
             layout: Sizes of the mesh axes.
-            calls: Ports of the model, grouped by module call.
+            calls: All ports of the model, grouped by module call.
         """
         self.table = table
         self.rows = rows
@@ -173,18 +180,18 @@ class MicroBatchPlan:
         self.call = call_of_port[self.port]  # [N], index into `calls`
 
         self.owners = np.zeros(len(self.items), np.int64)
-        for i in range(len(calls)):  # ranks wait for each other in every call, so calls are balanced separately
+        for i in range(len(calls)):  # balance each call separately, because ranks wait for each other in every call
             items_of_call = np.flatnonzero(self.call == i)
             home = self.dp_of[items_of_call] * layout.sp
             owners = assign_items_near(self.cost[items_of_call], home, layout.world, layout.sp)
             self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
-        """Return the number (in this micro-batch) and the port of each item that `rank` processes."""
+        """Return the items that `rank` processes, each as its number in this micro-batch and its port."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
-        """Return, for each port, which features `rank` sends to other ranks, and which it receives for its tokens."""
+        """Return the features that `rank` sends to other ranks, and those that it receives for its tokens, by port."""
         has_spans = self.table.items["num_spans"][self.items] > 0
         present = [port for i, port in enumerate(self.ports) if (has_spans & (self.port == i)).any()]
         dp_rank = rank // self.layout.sp
@@ -201,11 +208,11 @@ class MicroBatchPlan:
         return plan_routes(self.layout, rank, groups, present)
 
     def _routed_item(self, item: int) -> RoutedItem:
-        """Return item number `item` of this micro-batch, in the form that `plan_routes` needs."""
+        """Return the properties of an item, given its number in this micro-batch."""
         row = int(self.items[item])
         record = self.table.items[row]
         port = self.ports[self.port[item]]
-        is_in_sequence = port.role != "follower"  # targets of followers are not in the token sequence
+        is_in_sequence = port.role != "follower"  # the targets of a follower are not in the token sequence
         return RoutedItem(
             port=port,
             spans=self.table.spans_of(row, int(self.offsets[item])),
@@ -216,9 +223,14 @@ class MicroBatchPlan:
 
 
 def media_imbalance(rounds: Sequence[MicroBatchPlan], world: int) -> dict[str, float]:
-    """Return, for each port, the imbalance of its module call: cost on the busiest rank / mean cost over ranks.
+    """Return how unevenly the media items of each port are distributed over the ranks.
 
-    Costs are summed over micro-batches. The value is 1 if the call has no items.
+    The value is the cost on the busiest rank, divided by the mean cost over ranks, with both summed over micro-batches.
+    It is 1 for a port without items. Ports that share a module call have the same value.
+
+    Args:
+        rounds: The plans of all micro-batches.
+        world: World size.
     """
     imbalance: dict[str, float] = {}
     for i, call in enumerate(rounds[0].calls):
