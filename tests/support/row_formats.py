@@ -303,7 +303,7 @@ refused(
 refused("token ids as JSON in CSV", raw('input_ids\n"[94, 98, 0]"\n'), "list it in json_columns", "rows.csv")
 refused("token ids and a sound", lines(TOKENS | {"audio": "2.toy"}), "cannot have media (`audio`)")
 refused("token ids and an unused field", lines(TOKENS | {"token_type_ids": [0, 0, 0]}), "`token_type_ids` is not used")
-refused("token ids and a mask without content", lines({"attention_mask": [1]}), "whose content is `input_ids`")
+refused("token ids and a mask without content", lines({"attention_mask": [1]}), "pre-tokenized rows need `input_ids`")
 
 # what was read before
 

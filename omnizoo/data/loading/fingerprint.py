@@ -29,10 +29,10 @@ from omnizoo.data.sources.webdataset import WebDatasetFile
 from omnizoo.modalities.processor_files import processor_files
 
 WHOLE = 256 << 20  # bytes; larger sources are hashed in blocks
-BLOCK = 256 << 10  # bytes per block
-BLOCKS = 256  # number of blocks hashed per larger source
-DATASET_ROWS = 512  # number of rows hashed per `datasets` dataset or row source plugin
-ROWS_IN_MEMORY = 100_000  # number of rows hashed per source of Python rows in memory
+BLOCK = 256 << 10  # number of bytes in a block
+BLOCKS = 256  # number of blocks that are hashed in a larger source
+DATASET_ROWS = 512  # number of rows that are hashed in a `datasets` dataset or a row source plugin
+ROWS_IN_MEMORY = 100_000  # number of rows that are hashed if the rows are a Python list
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> 
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     processors = "".join(path.name + path.read_text() for path in processor_files(folder))
-    return {  # the keys are stored in checkpoints: they must never change
+    return {  # these keys must never change, because checkpoints store them
         "its vocabulary": _hash(repr(vocabulary)),
         "its special tokens": _hash(repr(special)),
         "its chat template": _hash(repr(tokenizer.chat_template)),

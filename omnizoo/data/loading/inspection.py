@@ -393,6 +393,7 @@ def visible(text: str) -> str:
 
 
 def _visible_character(character: str) -> str:
+    """Return a character unchanged or, if it is a control character, as an escape sequence."""
     if character.isprintable() or character == "\n":
         return character
     return character.encode("unicode_escape").decode()

@@ -87,6 +87,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=keep_small)
 
     def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle `value`, or `NotImplemented` to pickle it as usual."""
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             # A worker could only get its definition by running the user's script again.
             raise NotPicklable(

@@ -43,8 +43,8 @@ def place(
         last_ids: For modalities whose last placeholder token of an item differs from the others, the id of that token.
 
     Returns:
-        The token ids `[tokens]`, the loss weights `[tokens]`, the items with their spans, and the first token and the
-        stop of each item including its marks.
+        The token ids `[tokens]`, the loss weights `[tokens]`, the items with their spans, and for each item with
+        placeholder tokens the range of its tokens, from its begin mark to its end mark.
 
     Raises:
         BadRow: If an item cannot be a target at its position, or if a placeholder occurs outside the message contents.

@@ -98,7 +98,7 @@ class Conventions:
         """Check that the template reads the tools of a row. Raises `BadRow` if it does not."""
         if tools and "tools" not in self.facts.variables:
             raise BadRow(
-                "the chat template does not read `tools`. Use a template that does, or add `tools` to data.ignore."
+                "the chat template drops `tools`. Use a template that writes them, or add `tools` to data.ignore."
             )
 
     def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:

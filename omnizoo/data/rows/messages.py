@@ -165,7 +165,10 @@ def _read_parts(message: Message, number: int) -> None:
 
 
 def _kind_and_value(part: Any) -> tuple[Any, Any]:
-    """Return the type of a content part, and the value in its key `value` or in the key that is named like the type."""
+    """Return the type and the value of a content part.
+
+    The value is in the key `value`, or in a key with the name of the type: `{"type": "text", "text": ...}`.
+    """
     if not isinstance(part, dict):
         return None, None
     kind = part.get("type")

@@ -55,7 +55,7 @@ PreferenceRows = Literal["refused", "allowed", "required"]  # how the losses of 
 NEEDS_PREFERENCE_LOSS = f"preference rows need one of {', '.join(PREFERENCES)} in train.losses"
 PAIR_FIELDS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHT_FIELDS = "loss weights are read from `weight`, in a message or in the row"
-PRETOKENIZED = "this is a field of pre-tokenized rows, which need `input_ids`"
+PRETOKENIZED = "pre-tokenized rows need `input_ids`"
 PROMPT_FIELDS = (
     "prompts and responses are read from `instruction` and `output`, `prompt` and `completion`, or `query` and "
     "`response`"

@@ -123,9 +123,11 @@ class FolderRows(RowSource):
     folder: MediaFolder
 
     def find(self, row: int, name: str) -> Path:
+        """Find a media file in the folder of the source. See `RowSource.find`."""
         return self.folder.find(name)
 
     def where(self, row: int) -> str:
+        """Return the name of the source and the number of the row."""
         return f"{self.name} row {row}"
 
 
@@ -143,13 +145,16 @@ class RowView(RowSource):
         return int(self.extents[-1])
 
     def read(self, row: int) -> Row:
+        """Read a row from the source that contains it."""
         source, number = self.locate(row)
         return source.read(number)
 
     def find(self, row: int, name: str) -> Path | bytes:
+        """Find a media file with the source that contains the row."""
         source, number = self.locate(row)
         return source.find(number, name)
 
     def where(self, row: int) -> str:
+        """Return the location of a row in the source that contains it."""
         source, number = self.locate(row)
         return source.where(number)

@@ -33,6 +33,7 @@ class HFDataset(FolderRows):
         return len(self.dataset)
 
     def read(self, row: int) -> Row:
+        """Return a row without decoding its media. Raises `BadRow` if it cannot be read."""
         try:
             value: Row = self.features.decode_example(self.dataset[row].to_pylist()[0])
         except arrow_errors() as error:

@@ -49,11 +49,13 @@ class IndexedFile(FolderRows):
         return len(self.starts)
 
     def read(self, row: int) -> Row:
+        """Read the bytes of a row and parse them."""
         start = int(self.starts[row])
         stop = int(self.stops[row])
         return self.parse(read_bytes(self.open_file, self.path, start, stop - start))
 
     def where(self, row: int) -> str:
+        """Return `PATH:LINE`."""
         return f"{self.path}:{self.lines[row]}"
 
 

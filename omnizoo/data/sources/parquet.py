@@ -121,6 +121,7 @@ class ParquetFile(FolderRows):
         return int(self.extents[-1])
 
     def read(self, row: int) -> Row:
+        """Return a row, from the cache if its row group was decoded before. Raises `BadRow` if it is damaged."""
         extent = int(np.searchsorted(self.extents, row, side="right")) - 1
         table = self.cache.get(self.path, self.groups[extent])
         offset = row - int(self.extents[extent])

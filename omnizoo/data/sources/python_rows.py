@@ -60,6 +60,7 @@ class PythonRows(FolderRows):
         return self.count
 
     def read(self, row: int) -> Row:
+        """Get a row from the object and check it."""
         return read_row(self.rows.__getitem__, row)
 
 
@@ -93,12 +94,15 @@ class UserRows(RowSource):
         return self.count
 
     def read(self, row: int) -> Row:
+        """Read a row from the user's source and check it."""
         return read_row(self.source.read, row)
 
     def find(self, row: int, name: str) -> Path | bytes:
+        """Find a media file with the user's source."""
         return self.source.find(row, name)
 
     def where(self, row: int) -> str:
+        """Return the name of the source and the location that the user's source returns."""
         return f"{self.name}: {self.source.where(row)}"
 
 

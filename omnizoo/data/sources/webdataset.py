@@ -56,6 +56,7 @@ class WebDatasetFile(RowSource):
         return len(self.keys)
 
     def read(self, row: int) -> Row:
+        """Read the members of a row. Raises `BadRow` if one of them cannot be used."""
         kinds = self.kinds[row]
         if self.keys[row] in self.unusable:  # do not skip the member, because the row could have another meaning
             raise BadRow(f"the member {self.unusable[self.keys[row]]}")
@@ -114,6 +115,7 @@ class WebDatasetFile(RowSource):
         return read_bytes(self.open_file, self.path, start, size)
 
     def where(self, row: int) -> str:
+        """Return the path of the tar file and the common beginning of the members' names."""
         return f"{self.path} sample {self.keys[row]}"
 
 

@@ -345,5 +345,5 @@ def test_a_slow_tokenizer_is_refused() -> None:
         is_fast = False
         name_or_path = "some/folder"
 
-    with pytest.raises(UserError, match=r"^some/folder: .* slow"):
+    with pytest.raises(UserError, match=r"^some/folder: .* not a fast tokenizer"):
         Renderer(Slow(), append_eos=True)  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ def test_a_question_ends_before_the_last_targets(renderer: Renderer) -> None:
         ({"loss_mask": [0, 2, 1, 1, 1, 1]}, "`loss_mask` contains 2"),
         ({"attention_mask": [1, 1, 0, 1, 1, 1]}, "`attention_mask` is 0 at entry 2"),
         ({"attention_mask": [0] * 6}, "`attention_mask` is 0 everywhere"),
-        ({"attention_mask": [1, 1, 2, 1, 1, 1]}, "`attention_mask` contains numbers of documents"),
+        ({"attention_mask": [1, 1, 2, 1, 1, 1]}, "`attention_mask` contains document numbers"),
         ({"attention_mask": [[1] * 6]}, "`attention_mask` has the shape"),
         ({"attention_mask": [1] * 5 + [0], "labels": IDS}, "`labels` has a target at entry 5"),
         ({"attention_mask": [1] * 5 + [0], "loss_mask": [1] * 6}, "`loss_mask` has a target at entry 5"),
