@@ -180,6 +180,7 @@ def _check_depth(text: str) -> None:
 
 
 def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    """Return the error for a document that is nested too deeply."""
     return yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels of nesting", problem_mark=mark)
 
 
@@ -243,10 +244,12 @@ def _index_mapping(
 
 
 def _join(key: str, name: str) -> str:
+    """Return the dotted key of `name` inside `key`, which is empty at the top level."""
     return f"{key}.{name}" if key else name
 
 
 def _line_of(node: yaml.Node) -> int:
+    """Return the number of the line on which a node begins, counted from 1."""
     return node.start_mark.line + 1
 
 

@@ -99,6 +99,7 @@ class NamedSettings(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _accept_name(cls, value: Any) -> Any:
+        """Convert a text to a mapping with the key `kind`."""
         return {"kind": value} if isinstance(value, str) else value
 
 
@@ -129,6 +130,7 @@ class SubmoduleSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_weight_source(self) -> "SubmoduleSettings":
+        """Check that at most one of `path` and `config` is set, and that a mapping in `config` has a model type."""
         if self.path is not None and self.config is not None:
             raise ValueError(
                 "path and config are both set. Keep path for pretrained weights, or config for random initialization."

@@ -103,6 +103,7 @@ class SourceSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceSettings":
+        """Check that the rows have exactly one origin, and that `take`, `options` and `columns` are valid."""
         num_origins = sum(origin is not None for origin in (self.path, self.rows, self.given))
         if num_origins != 1:
             mistake = "path and rows are both set" if num_origins else "path and rows are both missing"

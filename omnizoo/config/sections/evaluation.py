@@ -39,6 +39,7 @@ class MetricSettings(NamedSettings):
 
     @model_validator(mode="after")
     def _check_options(self) -> "MetricSettings":
+        """Check that a built-in metric has no options."""
         if self.options and self.kind in METRICS:
             raise ValueError(f"options: {self.kind} has no options. Remove them.")
         return self
@@ -91,6 +92,7 @@ class EvaluationSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_metrics(self) -> "EvaluationSection":
+        """Check that metrics of responses have responses, and that all metrics have different names."""
         for i, metric in enumerate(self.metrics):
             if metric.is_of_answers and not self.samples:
                 raise ValueError(

@@ -56,6 +56,7 @@ class LogSection(ConfigSection):
     @field_validator("profile")
     @classmethod
     def _check_profile(cls, value: str | None) -> str | None:
+        """Check that the value is a range of steps that is not too long."""
         if value is None:
             return None
         steps = _parse_range(value)

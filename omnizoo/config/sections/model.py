@@ -52,6 +52,7 @@ class ProjectorSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_kind(self) -> "ProjectorSettings":
+        """Check that `kind` was not put into `options` by mistake."""
         if "kind" in self.options:
             raise ValueError("kind is in options. Move it out of options, to the same level.")
         return self
@@ -135,6 +136,7 @@ class AdapterSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_path(self) -> "AdapterSettings":
+        """Check that `path` is not combined with keys whose values the adapter folder determines."""
         fields = type(self).model_fields
         changed = [name for name in self.exclusive["path"] if getattr(self, name) != fields[name].default]
         if self.path is not None and changed:
@@ -223,6 +225,7 @@ class ModelSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_sources(self) -> "ModelSection":
+        """Check that the model has exactly one source, and that the other keys can be combined with it."""
         sources = (self.path, self.config, self.foundation, self.given)
         num_sources = sum(source is not None for source in sources)
         if num_sources != 1:
@@ -250,7 +253,7 @@ class ModelSection(ConfigSection):
         return self
 
     def _check_composed(self, foundation: SubmoduleSettings) -> None:
-        """Check the keys of a composed model."""
+        """Check that the foundation has one source of weights, and that all encoders and decoders have a kind."""
         if (foundation.path is None) == (foundation.config is None):
             raise ValueError(
                 "model.foundation: set one of path (pretrained weights) and config (random initialization)."
@@ -258,7 +261,8 @@ class ModelSection(ConfigSection):
         if self.module is not None:
             raise ValueError("model.module: not supported together with model.foundation. Remove one of them.")
         for name, modality in self.modalities.items():
-            if not name.isidentifier() or name in ("text", "tool", "message", "conversation"):  # fields of rows
+            # A modality must not have the name of a field of rows, because media columns are named after modalities.
+            if not name.isidentifier() or name in ("text", "tool", "message", "conversation"):
                 raise ValueError(f"model.modalities.{name}: not a valid name. Use letters, digits and _.")
             if modality.encoder is None and modality.decoder is None:
                 raise ValueError(f"model.modalities.{name}: set an encoder, a decoder, or both.")

@@ -48,6 +48,7 @@ class ParameterGroupSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_freeze(self) -> "ParameterGroupSettings":
+        """Check that a frozen group has no settings for training."""
         if self.freeze and (self.lr or self.weight_decay or self.kind or self.options):
             raise ValueError(
                 "freeze: lr, weight_decay, kind and options do not apply to frozen parameters. Remove them, or freeze."
@@ -95,6 +96,7 @@ class OptimizerSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _unset_null_options(cls, value: Any) -> Any:
+        """Remove options that are null, from the section and from its groups, if the optimizer is built in."""
         if not isinstance(value, dict):
             return value
         value = without_nulls(value, OPTIMIZERS, cls.model_fields["kind"].default)
@@ -106,6 +108,7 @@ class OptimizerSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_options(self) -> "OptimizerSection":
+        """Check the options of the optimizer and of each group."""
         check_optimizer_options(self.kind, self.options, "optimizer.options")
         if self.moments == "bf16":
             self._check_bf16_moments()

@@ -72,6 +72,7 @@ class ParallelSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_dp_shard(self) -> "ParallelSection":
+        """Check that `dp_shard` is positive or -1."""
         if self.dp_shard == 0 or self.dp_shard < -1:
             raise ValueError(
                 f"parallel.dp_shard is {self.dp_shard}; expected a positive number, or -1 for all remaining ranks"

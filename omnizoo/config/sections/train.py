@@ -49,6 +49,7 @@ class LossSettings(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _unset_null_options(cls, value: Any) -> Any:
+        """Remove options that are null, if the loss is built in."""
         return without_nulls(value, LOSSES, cls.model_fields["kind"].default)
 
 
@@ -139,6 +140,7 @@ class TrainSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _check_exclusive(cls, value: Any) -> Any:
+        """Check that not both keys of a pair are set, such as `epochs` and `steps`."""
         if not isinstance(value, dict):
             return value
         for key in ("epochs", "warmup_ratio"):  # `Config` checks tokens_per_step, because it derives packs_per_step
@@ -151,6 +153,7 @@ class TrainSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_losses(self) -> "TrainSection":
+        """Check the options of the losses, and that the losses have different names and use the same kind of rows."""
         first_use: dict[str, int] = {}
         for i, loss in enumerate(self.losses):
             if loss.kind in LOSSES:
