@@ -1,7 +1,7 @@
-"""Choose the files of a dataset by name: those with rows of one split, and the media files that rows may refer to.
+"""Choose the files of a dataset by their names: those with rows of a split, and the media that rows may refer to.
 
-Local folders, remote addresses and repositories on the hub follow the same rules. A repository may also describe its
-subsets and splits in the header of its README.
+The rules are the same for local folders, remote addresses and repositories on the hub. A repository may instead
+describe its subsets and splits in the header of its README.
 """
 
 import logging
@@ -19,32 +19,37 @@ log = logging.getLogger(__name__)
 PARQUET = (".parquet",)
 TAR = (".tar",)
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-CSV = {".csv": ",", ".tsv": "\t"}
+CSV = {".csv": ",", ".tsv": "\t"}  # suffixes and their delimiters
 ROW_FILES = (*PARQUET, *TAR, *JSON_LINES, *CSV)
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files that mark a folder written by `save_to_disk`
-NOT_ROWS = ("dataset_infos.json",)  # description of a dataset on the hub
-# Words for splits in file and folder names, as in `datasets`. They must be delimited: `contrastive.jsonl` is not a
-# train split.
+NOT_ROWS = ("dataset_infos.json",)  # files that describe a dataset on the hub and have no rows
+# Patterns for the names of splits in file and folder names, the same as in `datasets`. They only match whole words:
+# `test` does not match `contest.jsonl`.
 SPLIT_WORDS = {
     "train": "train(?:ing)?",
     "validation": "valid(?:ation)?|val|dev",
     "test": "test(?:ing)?|eval(?:uation)?",
 }
-CARD = "README.md"
-MAX_PATTERNS = 10_000
-# Code, pickles and archives are never read, so they are not downloaded.
+CARD = "README.md"  # the dataset card
+MAX_PATTERNS = 10_000  # maximum number of file patterns in a dataset card
+# Suffixes of code, pickles and archives. Such files are never read, so they are not downloaded.
 UNUSED = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".npy", ".npz", ".zip", ".gz", ".tgz", ".zst", ".xz", ".7z")
-UNUSED_TEXT = (".md", ".gitattributes", ".gitignore", ".yaml", ".yml")
+UNUSED_TEXT = (".md", ".gitattributes", ".gitignore", ".yaml", ".yml")  # suffixes of texts that are not downloaded
 
 
 def has_rows(name: PurePath) -> bool:
-    """Whether a file contains rows, judged by its name. Hidden files do not."""
+    """Whether a file contains rows according to its name. Hidden files do not."""
     is_hidden = any(part.startswith(".") for part in name.parts)
     return name.suffix in ROW_FILES and name.name not in NOT_ROWS and not is_hidden
 
 
 def row_files(names: list[str], split: str, source: str) -> list[str]:
     """Return the files of a folder that contain rows of a split.
+
+    Args:
+        names: All files in the folder, as relative paths.
+        split: The split.
+        source: Name of the folder, for error messages.
 
     Raises:
         UserError: If there are none.
@@ -59,7 +64,16 @@ def row_files(names: list[str], split: str, source: str) -> list[str]:
 
 
 def files_of_split(names: list[str], split: str, source: str) -> list[str]:
-    """Return the files of `split` if the file names distinguish at least two splits, otherwise all files."""
+    """Return the files of a split. If the file names contain fewer than two splits, return all files.
+
+    Args:
+        names: The files with rows, as relative paths.
+        split: The split.
+        source: Name of the folder, for error messages.
+
+    Raises:
+        UserError: If the file names contain several splits, but not this one.
+    """
     splits: dict[str, list[str]] = {}
     for file in names:
         for name, words in SPLIT_WORDS.items():
@@ -77,7 +91,12 @@ def files_of_split(names: list[str], split: str, source: str) -> list[str]:
 
 
 def media_files(names: Sequence[str], rows: Sequence[str]) -> list[str]:
-    """Return the files that rows may refer to. Parquet and tar files contain their media, other row files do not."""
+    """Return the media files that rows may refer to.
+
+    Args:
+        names: All files of the dataset.
+        rows: The files with rows. Parquet and tar files contain their media, so these need no other files.
+    """
     if all(name.endswith((*PARQUET, *TAR)) for name in rows):
         return []
     chosen = []
@@ -91,13 +110,13 @@ def media_files(names: Sequence[str], rows: Sequence[str]) -> list[str]:
 
 
 def files_on_card(names: Sequence[str], card: str, split: str, source: str) -> list[str] | None:
-    """Return the row files of a split as the header of a README describes them; None if it describes none.
+    """Return the files with the rows of a split, as described by the header of a README; None if it describes none.
 
     Args:
         names: All files of the repository.
         card: Content of the README.
         split: The split to read.
-        source: Name of the source, for messages.
+        source: Name of the repository, for error messages.
 
     Raises:
         UserError: If the README describes several subsets without a default, or lacks the split.
@@ -120,7 +139,7 @@ def files_on_card(names: Sequence[str], card: str, split: str, source: str) -> l
 
 
 def _configs(card: str, source: str) -> list[dict[str, Any]]:
-    """Return the subsets with data files in the header of a README."""
+    """Return the subsets that the header of a README describes, if they have data files."""
     match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
     try:
         header = yaml.safe_load(match[1]) if match else None
@@ -132,7 +151,7 @@ def _configs(card: str, source: str) -> list[dict[str, Any]]:
 
 
 def _default_config(configs: list[dict[str, Any]], names: Sequence[str], source: str) -> dict[str, Any]:
-    """Return the only subset or the default one. Raises `UserError` if the user must choose."""
+    """Return the subset to read: the only one, or the default one. Raises `UserError` if there is no default."""
     for config in configs:
         if len(configs) == 1 or config.get("default") is True or config.get("config_name") == "default":
             return config
@@ -157,11 +176,11 @@ def _patterns_by_split(config: dict[str, Any]) -> dict[str, list[str]]:
         paths = entry.get("path", []) if isinstance(entry, dict) else entry
         for path in paths if isinstance(paths, list) else [paths]:
             patterns.setdefault(split, []).append(prefix + str(path))
-            if len(patterns[split]) > MAX_PATTERNS:  # aliases in YAML could multiply them
+            if len(patterns[split]) > MAX_PATTERNS:  # YAML aliases can multiply the patterns of a small file
                 raise UserError(f"{CARD}: more than {MAX_PATTERNS:,} patterns of data files")
     return patterns
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a file matches a pattern of a README. `**/` also matches no folder."""
+    """Whether a file matches a pattern of a README. `**/` matches any number of folders, including none."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.replace("**/", ""))

@@ -1,8 +1,8 @@
-"""Download files of a repository into the cache of huggingface_hub, once per machine, and check their hashes.
+"""Download files of a repository to the cache of huggingface_hub, and check their hashes.
 
-huggingface_hub resumes, retries and locks single files, but compares only their sizes. Here, one process at a time
-downloads a repository, while others wait for a lock and then find the files. Each new file is compared with the hash
-that the hub lists, and a damaged one is removed.
+huggingface_hub downloads single files, and checks only their sizes. This module adds two things: only one process on a
+machine downloads a repository, while the others wait for it; and the hash of each new file is compared with the one
+that the hub lists. A damaged file is removed.
 """
 
 import fcntl
@@ -36,27 +36,27 @@ from omnizoo.hub.errors import (
 )
 from omnizoo.hub.repository import HubFile, Repository, record_folder, verified_files, write_record
 
-NUM_THREADS = 8  # files that are downloaded at the same time
-OLD_PARTIAL = 3600.0  # seconds without a change after which an incomplete file is left over from a killed process
-CHUNK = 2**20  # bytes
+NUM_THREADS = 8  # maximum number of files that are downloaded at the same time
+OLD_PARTIAL = 3600.0  # an incomplete file that has not changed for this number of seconds belongs to a killed process
+CHUNK = 2**20  # number of bytes that are hashed at a time
 
 
-class Interrupted(Exception):  # noqa: N818 - raised in threads to end them, never shown
-    """The download was stopped by Ctrl-C."""
+class Interrupted(Exception):  # noqa: N818 - it only ends threads and is never shown
+    """Raised in download threads after Ctrl-C."""
 
 
 class NotReachedError(Exception):
-    """The hub could not be reached."""
+    """Raised if the hub cannot be reached."""
 
 
 def fetch(repository: Repository, names: Sequence[str], key: str, shows_progress: bool = True) -> None:
-    """Download the files `names` unless they are in the cache, and check the hashes of those that are new.
+    """Download files that are not in the cache, and check their hashes.
 
     Args:
         repository: The repository.
-        names: Paths of files in the repository.
-        key: Config key of the repository, for messages.
-        shows_progress: Whether to show a progress bar, or one line without a terminal.
+        names: Paths of the files in the repository.
+        key: Config key of the repository, for error messages.
+        shows_progress: Whether to show a progress bar (or, if the output is not a terminal, one line of text).
 
     Raises:
         UserError: If a file cannot be downloaded or is damaged, or if the disk is too small.
@@ -69,7 +69,7 @@ def fetch(repository: Repository, names: Sequence[str], key: str, shows_progress
 
 
 def _is_done(repository: Repository, names: Sequence[str]) -> bool:
-    """Whether all files are in the cache, with checked hashes if their hashes are known."""
+    """Whether all files are in the cache, and all hashes that are known have been checked."""
     if repository.absent(names):
         return False
     verified = verified_files(repository.name, repository.repo_type)
@@ -77,11 +77,12 @@ def _is_done(repository: Repository, names: Sequence[str]) -> bool:
 
 
 def _has_hash(file: HubFile) -> bool:
+    """Whether the hash of a file is known."""
     return bool(file.sha256 or file.blob)
 
 
 def _fetch(repository: Repository, names: Sequence[str], key: str, shows_progress: bool) -> None:
-    """Download and check files. The caller holds the lock."""
+    """Download the missing files, and check all hashes that have not been checked. The caller must hold the lock."""
     absent = repository.absent(names)
     if absent and (constants.is_offline_mode() or not repository.is_complete):
         raise _incomplete(repository, names, key)
@@ -98,7 +99,7 @@ def _fetch(repository: Repository, names: Sequence[str], key: str, shows_progres
 
 
 def _incomplete(repository: Repository, names: Sequence[str], key: str) -> UserError:
-    """Return the error for files that are missing in the cache and cannot be downloaded."""
+    """Return the error for files that are not in the cache and cannot be downloaded."""
     name = repository.name
     absent = repository.absent(names)
     return UserError(
@@ -108,7 +109,12 @@ def _incomplete(repository: Repository, names: Sequence[str], key: str) -> UserE
 
 
 def _download(repository: Repository, names: Sequence[str], key: str, shows_progress: bool) -> None:
-    """Download files in parallel, with one progress bar."""
+    """Download files in parallel, with one progress bar for all of them.
+
+    Raises:
+        NotReachedError: If the hub cannot be reached.
+        UserError: If the download fails for another reason.
+    """
     size = sum(repository.files[name].size for name in names)
     folder = repository_folder(repository.name, repository.repo_type)
     try:
@@ -129,21 +135,31 @@ def _download(repository: Repository, names: Sequence[str], key: str, shows_prog
 
 
 def _check_connection() -> None:
-    """Raise an error if the hub cannot be reached. A download would retry for 24 seconds before it gives up."""
+    """Check that the hub can be reached. Without this check, a download would retry for 24 seconds before it fails.
+
+    Raises:
+        NotReachedError: If the hub cannot be reached.
+    """
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise NotReachedError from error
     except httpx2.HTTPError:
-        return  # the download reports what is wrong
+        return  # the download will report what is wrong
 
 
 def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:
     """Download files in threads, and raise the first error.
 
-    After an error, files that have begun are completed, because huggingface_hub would discard their parts. After
-    Ctrl-C, threads end at their next chunk. They are daemons, unlike those of `concurrent.futures`, so the process can
-    end.
+    After an error, downloads that have begun are completed, because huggingface_hub would discard incomplete files.
+    After Ctrl-C, each thread ends when it receives its next chunk. The threads are daemons, unlike those of
+    `concurrent.futures`, so the process can exit before they end.
+
+    Args:
+        repository: The repository.
+        names: Paths of the files.
+        bar: The class of the progress bar.
+        stopped: Set this event to end the threads.
     """
     name = repository.name
     waiting = queue.SimpleQueue[str]()
@@ -152,6 +168,7 @@ def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm],
     errors: list[BaseException] = []
 
     def work() -> None:
+        """Download files until none is waiting."""
         with suppress(queue.Empty):
             while not errors and not stopped.is_set():
                 filename = waiting.get_nowait()
@@ -159,7 +176,7 @@ def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm],
                     hf_hub_download(
                         name.repo, filename, repo_type=repository.repo_type, revision=name.commit, tqdm_class=bar
                     )
-                except Exception as error:  # noqa: BLE001 - raised on the calling thread
+                except Exception as error:  # noqa: BLE001 - the calling thread raises it
                     errors.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(NUM_THREADS, len(names)))]
@@ -176,10 +193,16 @@ def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm],
 
 @contextmanager
 def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterator[type[tqdm]]:
-    """Context manager: show a progress bar on a terminal, or one line elsewhere; nothing without a title.
+    """Context manager: show the progress of a download, as a bar on a terminal and as one line elsewhere.
+
+    Args:
+        title: Title of the progress bar; None to show nothing.
+        size: Total number of bytes.
+        stopped: An event that ends the download.
 
     Yields:
-        A class with the interface of `tqdm` that reports the downloaded bytes. It raises `Interrupted` after `stopped`.
+        A class with the interface of `tqdm`, which adds downloaded bytes to the progress bar. It raises `Interrupted`
+        if `stopped` is set.
     """
     console = Console(stderr=True)
     has_bar = console.is_terminal and title is not None
@@ -196,11 +219,14 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
         task = progress.add_task(title or "", total=size)
 
         class ByteCounter(tqdm):
+            """Adds the bytes of one file to the progress bar of all files."""
+
             def __init__(self, *args: Any, initial: int = 0, **kwargs: Any) -> None:
                 super().__init__(disable=True)  # type: ignore[no-untyped-call]
                 progress.advance(task, initial)
 
             def update(self, n: float | None = 1) -> None:
+                """Add `n` bytes."""
                 if stopped.is_set():
                     raise Interrupted
                 progress.advance(task, n or 0)
@@ -210,14 +236,14 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
 
 @contextmanager
 def _only_process(repository: Repository, key: str) -> Iterator[None]:
-    """Context manager: hold the lock of a repository. Say once that another process holds it, and wait.
+    """Context manager: hold the lock of a repository. If another process holds it, print a message and wait.
 
-    Without a lock (read-only cache, file systems without locks), processes download at the same time. Each file is
-    still complete, because huggingface_hub renames it at the end.
+    If there can be no lock (in a read-only cache, or on a file system without locks), several processes may download
+    the same files. Each file is still complete, because huggingface_hub renames it when its download ends.
     """
     try:
         path = record_folder(repository.name, repository.repo_type) / "lock"
-        file = open(path, "w")  # noqa: SIM115 - closed below
+        file = open(path, "w")  # noqa: SIM115 - the `with` statement below closes it
     except OSError:
         yield
         return
@@ -228,7 +254,7 @@ def _only_process(repository: Repository, key: str) -> Iterator[None]:
 
 
 def _wait_for_lock(file: Any, repository: Repository, key: str) -> None:
-    """Take a file lock, with a message if it is not free."""
+    """Acquire a file lock. If another process holds it, print a message first."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -239,7 +265,7 @@ def _wait_for_lock(file: Any, repository: Repository, key: str) -> None:
 
 
 def _remove_old_partials(folder: Path) -> None:
-    """Remove incomplete files of killed processes. huggingface_hub neither resumes nor removes them."""
+    """Remove the incomplete files of killed processes, because huggingface_hub neither resumes nor removes them."""
     for path in folder.glob("blobs/*.incomplete"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > OLD_PARTIAL:
@@ -247,7 +273,12 @@ def _remove_old_partials(folder: Path) -> None:
 
 
 def _check_hash(repository: Repository, name: str, key: str) -> None:
-    """Compare a file with the hash that the hub lists. A damaged file is removed from the cache.
+    """Compare the hash of a file with the one that the hub lists. A damaged file is removed from the cache.
+
+    Args:
+        repository: The repository.
+        name: Path of the file in the repository.
+        key: Config key of the repository, for the error message.
 
     Raises:
         UserError: If the file is damaged.
@@ -262,13 +293,13 @@ def _check_hash(repository: Repository, name: str, key: str) -> None:
     except OSError as error:
         raise user_error(error, repository.name, repository.repo_type, key) from error
     raise UserError(
-        f"{key}: {repository.name.shown}: {name} was damaged on the way: its hash differs from that on the "
+        f"{key}: {repository.name.shown}: {name} was damaged during the download: its hash differs from that on the "
         "hub. The file was removed. Run again to download it."
     )
 
 
 def hash_of(path: Path, file: HubFile) -> str:
-    """Return the sha256 of a large file, or the git hash of a small one."""
+    """Return the hash of a file, of the kind that the hub lists for it: sha256 for large files, else the git hash."""
     if file.sha256:
         digest = hashlib.sha256()
     else:

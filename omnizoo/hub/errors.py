@@ -1,4 +1,4 @@
-"""One line for each way in which the hub or a download can fail."""
+"""Error messages of one line for everything that can go wrong with the hub or a download."""
 
 import os
 from pathlib import Path
@@ -21,15 +21,15 @@ from huggingface_hub.errors import (
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.config.hub import HubName, RepoType, repository_folder
 
-# Everything that huggingface_hub raises for networks, access and damaged downloads.
+# Errors that huggingface_hub raises for problems with the network, access or damaged downloads.
 HUB_ERRORS = (OSError, httpx2.HTTPError, RevisionResolutionError, HFValidationError, RuntimeError)
-# The hub answered, and the connection broke later.
+# Errors of a connection that broke after the hub had answered.
 BROKEN = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.ReadTimeout)
-MAX_LISTED = 5  # maximum number of names in a message
+MAX_LISTED = 5  # maximum number of names that a message lists
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the hub did not answer or is down, so that files in the cache may be used instead."""
+    """Whether an error means that the hub cannot be reached or is down. Files in the cache may then be used."""
     cause = cause_of(error)
     if isinstance(cause, HfHubHTTPError):
         return cause.response.status_code >= 500
@@ -38,19 +38,30 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error of the connection or the hub that huggingface_hub reports as a file missing in the cache."""
+    """Return the original error if huggingface_hub reports it as a file that is missing in the cache.
+
+    Otherwise, return `error` itself.
+    """
     if isinstance(error, LocalEntryNotFoundError | RevisionResolutionError) and error.__cause__ is not None:
         return error.__cause__
     return error
 
 
 def user_error(error: BaseException, name: HubName, repo_type: RepoType, key: str) -> UserError:
-    """Return the error to show to the user, as one line that starts with the config key."""
+    """Convert an error of huggingface_hub to an error for the user, with a message of one line.
+
+    Args:
+        error: The error.
+        name: The repository.
+        repo_type: Type of the repository.
+        key: Config key of the repository, with which the message starts.
+    """
     return UserError(f"{key}: {name.shown}: {_explain(cause_of(error), name, repo_type)}.")
 
 
 def _explain(error: BaseException, name: HubName, repo_type: RepoType) -> str:
-    """Return what is wrong and what to do. Subclasses come before their base classes."""
+    """Return what is wrong and what to do, without a period at the end."""
+    # The order of the checks matters: a class must be checked before its base classes.
     endpoint = constants.ENDPOINT
     if isinstance(error, HFValidationError):
         return f"neither a folder nor a valid name of a {repo_type} on the hub. Write ORG/NAME"
@@ -75,7 +86,7 @@ def _explain(error: BaseException, name: HubName, repo_type: RepoType) -> str:
     if isinstance(error, PermissionError):
         return f"the cache is not writable ({error.filename}). Set HF_HOME to a folder that you can write to"
     if isinstance(error, BROKEN):
-        return f"the connection broke ({type(error).__name__}). Run again: complete files are kept"
+        return f"the connection broke ({type(error).__name__}). Run again; complete files are kept"
     if is_unreachable(error):
         return offline_reason(name, repo_type)
     if isinstance(error, httpx2.ProxyError):
@@ -83,12 +94,12 @@ def _explain(error: BaseException, name: HubName, repo_type: RepoType) -> str:
     if isinstance(error, RuntimeError) and "Task error" in str(error):
         return "the Xet storage of the hub cannot be reached. Set HF_HUB_DISABLE_XET=1 and run again"
     if "Consistency check" in str(error):
-        return "a file was shorter than the hub announced. Run again: complete files are kept"
-    return f"the download failed: {first_line(error)}. Run again: complete files are kept"
+        return "a file was shorter than the hub announced. Run again; complete files are kept"
+    return f"the download failed: {first_line(error)}. Run again; complete files are kept"
 
 
 def _explain_status(error: HfHubHTTPError, name: HubName, repo_type: RepoType) -> str:
-    """Return the line for an HTTP status without a more specific error."""
+    """Return what is wrong and what to do, for an HTTP status that has no specific error class."""
     status = error.response.status_code
     endpoint = constants.ENDPOINT
     if status == 401:
@@ -101,24 +112,24 @@ def _explain_status(error: HfHubHTTPError, name: HubName, repo_type: RepoType) -
 
 
 def _page(name: HubName, repo_type: RepoType) -> str:
-    """Return the web page of a repository."""
+    """Return the address of the web page of a repository."""
     folder = "datasets/" if repo_type == "dataset" else ""
     return f"{constants.ENDPOINT}/{folder}{name.repo}"
 
 
 def offline_reason(name: HubName, repo_type: RepoType) -> str:
-    """Return why a repository cannot be used without network, and what the cache contains instead."""
+    """Return why a repository cannot be used without network access, what the cache contains, and what to do."""
     reason = f"not in the cache, and {unreachable_reason()}"
     return f"{reason}. {cache_content(name, repo_type)}. {download_command(name, repo_type)}"
 
 
 def unreachable_reason() -> str:
-    """Return why no request can be sent."""
+    """Return why no request can be sent: offline mode, or a hub that cannot be reached."""
     return "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
 
 
 def cache_content(name: HubName, repo_type: RepoType) -> str:
-    """Describe what the cache contains: other commits of the repository, or other repositories of the same type."""
+    """Return a sentence about the cache: other commits of the repository or, if there are none, other repositories."""
     folder = repository_folder(name, repo_type)
     commits = sorted(path.name for path in (folder / "snapshots").glob("*"))
     if commits:
@@ -130,23 +141,31 @@ def cache_content(name: HubName, repo_type: RepoType) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first names, and the number of others."""
+    """Return the first names as text, with the number of names that are not listed."""
     listed = ", ".join(names[:MAX_LISTED])
     num_others = len(names) - MAX_LISTED
     return f"{listed} and {num_others} more" if num_others > 0 else listed
 
 
 def download_command(name: HubName, repo_type: RepoType) -> str:
-    """Return the advice to download a repository on another machine."""
+    """Return advice with the command that downloads a repository on another machine."""
     options = " --repo-type dataset" if repo_type == "dataset" else ""
     revision = name.commit or name.revision
     if revision:
         options += f" --revision {revision}"
-    return f"Run `hf download {name.repo}{options}` on a machine with network and the same cache"
+    return f"Run `hf download {name.repo}{options}` on a machine with network access and the same cache"
 
 
 def check_free_space(needed: int, folder: Path, name: HubName, key: str) -> None:
-    """Check that a download fits on the disk of the cache. huggingface_hub only warns, and fails at the end.
+    """Check that a download fits on the disk of the cache.
+
+    Without this check, huggingface_hub would only print a warning, and fail when the disk is full.
+
+    Args:
+        needed: Size of the download in bytes.
+        folder: Folder of the cache.
+        name: The repository.
+        key: Config key of the repository, for the error message.
 
     Raises:
         UserError: If there is not enough space.
@@ -161,7 +180,7 @@ def check_free_space(needed: int, folder: Path, name: HubName, key: str) -> None
 
 
 def readable_size(num_bytes: int) -> str:
-    """Format a number of bytes."""
+    """Return a number of bytes as text, such as `1.5 GB`."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

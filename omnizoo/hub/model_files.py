@@ -1,4 +1,7 @@
-"""Choose the files of a model repository to download: settings, tokenizer and safetensors, never pickles or code."""
+"""Choose which files of a model repository to download.
+
+These are the settings, the tokenizer and the weights in safetensors. Pickles and code are never downloaded.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +10,7 @@ from pathlib import PurePosixPath
 
 from omnizoo.config.errors import UserError
 
-# Settings and tokenizers. An index of other weight files is not needed.
+# Patterns of files with settings or tokenizers.
 SETTINGS = (
     "*.json",
     "*.jinja",
@@ -17,21 +20,25 @@ SETTINGS = (
     "merges.txt",
     "additional_chat_templates/*.jinja",
 )
+# Patterns of files that match `SETTINGS`, but only list weights in other formats.
 OTHER_INDEX = ("*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json")
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # the files of a PEFT adapter
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")  # suffixes
 INDEX = ".safetensors.index.json"
 SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+\.safetensors")
 
 
 def settings_files(names: Sequence[str]) -> list[str]:
-    """Return the files that describe a model and its tokenizer, without weights."""
+    """Return the files with the settings and the tokenizer of a model, without its weights."""
     chosen = [name for name in names if _matches(name, SETTINGS) and not _matches(name, OTHER_INDEX)]
     return [name for name in chosen if name.count("/") == 0 or name.startswith("additional_chat_templates/")]
 
 
 def model_files(names: Sequence[str]) -> list[str]:
-    """Return the settings and the weights of a model.
+    """Return the files with the settings, the tokenizer and the weights of a model.
+
+    Args:
+        names: All files of the repository.
 
     Raises:
         UserError: If the repository has no safetensors.
@@ -48,10 +55,13 @@ def model_files(names: Sequence[str]) -> list[str]:
 
 
 def weight_files(names: Sequence[str]) -> list[str]:
-    """Return the safetensors of a model, each weight once.
+    """Return the safetensors files of a model, such that they contain each weight once.
 
-    Shards take precedence over a single file, as in transformers. Copies in another format (`consolidated`) or
-    precision (`model.fp16.safetensors`) are omitted.
+    If a repository has both shards and a single file, the shards are used, as in transformers. Copies in another format
+    (`consolidated.safetensors`) or precision (`model.fp16.safetensors`) are omitted.
+
+    Args:
+        names: All files of the repository.
     """
     files = [name for name in names if "/" not in name and name.endswith(".safetensors")]
     sharded = {name.removesuffix(INDEX) for name in names if name.endswith(INDEX)}
@@ -73,6 +83,9 @@ def weight_files(names: Sequence[str]) -> list[str]:
 def adapter_files(names: Sequence[str]) -> list[str]:
     """Return the files of a PEFT adapter.
 
+    Args:
+        names: All files of the repository.
+
     Raises:
         UserError: If one of them is missing.
     """
@@ -83,9 +96,14 @@ def adapter_files(names: Sequence[str]) -> list[str]:
 
 
 def inside(names: Sequence[str], folder: str) -> dict[str, str]:
-    """Return the files below a folder of a repository: relative path -> path in the repository.
+    """Find the files in a folder of a repository.
 
-    `folder` may also be the path of a file, which is then the only one.
+    Args:
+        names: All files of the repository.
+        folder: A folder in the repository; empty for all files. It may also be a file, which is then the only result.
+
+    Returns:
+        The path of each file in the repository, keyed by its path relative to the folder.
     """
     if not folder:
         return {name: name for name in names}

@@ -1,4 +1,7 @@
-"""A repository on the hub at one commit: its files, as recorded next to the cache, listed by the hub, or on disk."""
+"""List the files of a repository on the hub at one commit.
+
+The list comes from our record of an earlier download, from the hub, or from the cache of huggingface_hub.
+"""
 
 import json
 import logging
@@ -23,35 +26,41 @@ log = logging.getLogger(__name__)
 class HubFile:
     """A file in a repository."""
 
-    size: int
-    blob: str = ""  # git hash of a small file; empty if unknown
-    sha256: str = ""  # of a large file; empty for small files
+    size: int  # bytes
+    blob: str = ""  # git hash of a small file; empty for large files, and if it is unknown
+    sha256: str = ""  # sha256 of a large file; empty for small files, and if it is unknown
 
 
 @dataclass(frozen=True)
 class Repository:
     """The files of a repository at one commit."""
 
-    name: HubName  # with its commit
+    name: HubName  # name of the repository, with a commit
     repo_type: RepoType
-    files: dict[str, HubFile]  # by path in the repository
-    is_complete: bool = True  # whether `files` lists all files of the commit, not only those on disk
-    is_from_hub: bool = True  # whether the hub listed the files, with their hashes
+    files: dict[str, HubFile]  # keyed by the path in the repository
+    is_complete: bool = True  # whether `files` contains all files of the commit, and not only those on disk
+    is_from_hub: bool = True  # whether the list comes from the hub, which includes the hashes of the files
 
     @property
     def folder(self) -> Path:
-        """Folder of the snapshot in the cache."""
+        """Folder with the files of the commit in the cache."""
         return snapshot_folder(self.name, self.repo_type)
 
     def absent(self, names: Iterable[str]) -> list[str]:
-        """Return those of the files `names` that are not in the cache."""
+        """Return those of the given files that are not in the cache."""
         return [name for name in names if not (self.folder / name).is_file()]
 
 
 def resolve(name: HubName, repo_type: RepoType, key: str) -> HubName:
-    """Return `name` with the commit of its revision. Sends one request, unless the commit is in the name.
+    """Return a name with the commit that its revision refers to.
 
-    Without network, the commit is the one that the cache has for the revision.
+    This sends one request to the hub, unless the name already has a commit. Without network access, the commit is the
+    one that the cache has for the revision.
+
+    Args:
+        name: The name.
+        repo_type: Type of the repository.
+        key: Config key of the repository, for error messages.
 
     Raises:
         UserError: If the repository or the revision does not exist, or cannot be accessed.
@@ -70,10 +79,18 @@ def resolve(name: HubName, repo_type: RepoType, key: str) -> HubName:
 
 
 def list_repository(name: HubName, repo_type: RepoType, key: str) -> Repository:
-    """Return the files of a commit: from the record of an earlier download, from the hub, or from the cache.
+    """List the files of a commit.
+
+    The list comes from the record of an earlier download or, if there is none, from the hub. If the hub cannot be
+    reached, the files in the cache are listed.
+
+    Args:
+        name: The name, with a commit.
+        repo_type: Type of the repository.
+        key: Config key of the repository, for error messages.
 
     Raises:
-        UserError: If the files are neither recorded nor cached, and the hub does not list them.
+        UserError: If there is no record, the cache has no files, and the hub does not list them.
     """
     recorded = read_record(name, repo_type)
     if recorded is not None:
@@ -95,17 +112,20 @@ def list_repository(name: HubName, repo_type: RepoType, key: str) -> Repository:
 
 
 def known_repository(name: HubName, repo_type: RepoType) -> Repository:
-    """Return the files of a commit that was downloaded before, without a request."""
+    """List the files of a commit that was downloaded before, without a network request."""
     return read_record(name, repo_type) or cached_repository(name, repo_type)
 
 
 def cached_repository(name: HubName, repo_type: RepoType) -> Repository:
-    """Return the files of a commit as the cache of huggingface_hub lists them, or else those on disk."""
+    """List the files of a commit from the cache of huggingface_hub.
+
+    If the cache has no list of all files, the files on disk are returned, and `is_complete` is False.
+    """
     try:
         tree = get_cached_repo_tree(name.repo, repo_type=repo_type, revision=name.commit)
-        files = {file.path: HubFile(file.size) for file in tree}  # hashes of large files are not in this list
+        files = {file.path: HubFile(file.size) for file in tree}  # this list has no hashes of large files
         return Repository(name, repo_type, files, is_from_hub=False)
-    except (CachedRepoTreeNotFoundError, OSError):  # never listed, or listed by another user of the cache
+    except (CachedRepoTreeNotFoundError, OSError):  # the cache has no list, or another user owns it
         folder = snapshot_folder(name, repo_type)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {path.relative_to(folder).as_posix(): HubFile(path.stat().st_size) for path in paths}
@@ -113,25 +133,26 @@ def cached_repository(name: HubName, repo_type: RepoType) -> Repository:
 
 
 def _files_of(entries: Iterable[Any]) -> dict[str, HubFile]:
-    """Return the files in a listing of the hub."""
+    """Convert a file list of the hub. Entries that are not files are skipped."""
     files = {}
     for entry in entries:
         if isinstance(entry, RepoFile):
             sha256 = entry.lfs.sha256 if entry.lfs is not None else ""
-            is_plain = entry.lfs is None and entry.xet_hash is None  # otherwise the git hash is that of a pointer
+            # For a file in LFS or Xet storage, git contains only a pointer, so its git hash is of no use.
+            is_plain = entry.lfs is None and entry.xet_hash is None
             files[entry.path] = HubFile(entry.size, entry.blob_id if is_plain else "", sha256)
     return files
 
 
 def record_folder(name: HubName, repo_type: RepoType) -> Path:
-    """Return the folder of our records of a repository: `HF_HOME/assets/omnizoo/...`."""
+    """Return the folder with our records of the downloads of a repository, in `HF_HOME/assets/omnizoo`."""
     return cached_assets_path(
         "omnizoo", namespace=f"{repo_type}s", subfolder=name.repo, assets_dir=constants.HF_ASSETS_CACHE
     )
 
 
 def read_record(name: HubName, repo_type: RepoType) -> Repository | None:
-    """Return the recorded files of a commit; None if there is no usable record."""
+    """Return the files of a commit from our record of a download; None if there is no valid record."""
     fields = _read_fields(name, repo_type)
     if not fields:
         return None
@@ -139,21 +160,25 @@ def read_record(name: HubName, repo_type: RepoType) -> Repository | None:
 
 
 def verified_files(name: HubName, repo_type: RepoType) -> set[str]:
-    """Return the files whose hashes were checked, and that have not been written since."""
+    """Return the files whose hashes were checked after a download, and that have not changed since."""
     folder = snapshot_folder(name, repo_type)
     times = _read_fields(name, repo_type).get("verified", {})
     return {path for path, time in times.items() if _time_of(folder / path) == time}
 
 
 def _time_of(path: Path) -> int | None:
-    """Return the time of the last change of a file; None if it does not exist."""
+    """Return the time at which a file was last changed, in nanoseconds; None if it does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def write_record(repository: Repository, verified: Iterable[str]) -> None:
-    """Record the files of a commit and those with checked hashes, if the hub listed them.
+    """Write a record of a download: the files of the commit, and those whose hashes were checked.
 
-    A cache that is not writable gets no record.
+    Nothing is written if the hub did not list the files, or if the cache is not writable.
+
+    Args:
+        repository: The repository.
+        verified: Files whose hashes were checked.
     """
     if not repository.is_from_hub:
         return

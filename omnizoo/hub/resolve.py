@@ -1,4 +1,4 @@
-"""Replace the hub names in a config by names with a commit, and download the files that they stand for."""
+"""Find the names of hub repositories in a config, pin them to commits, and download their files."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,19 @@ class HubReference:
     key: str
     name: HubName
     repo_type: RepoType
-    use: str  # `model`, `settings`, `component`, `adapter`, or the split of a dataset
+    use: str  # what is needed from it: `model`, `settings`, `component`, `adapter`, or the split of a dataset
 
 
 def references(config: Config, with_weights: bool = True, with_data: bool = True) -> Iterator[HubReference]:
-    """Yield every hub name in a config.
+    """Yield every key of a config whose value names a repository.
 
     Args:
         config: The config.
-        with_weights: Whether the weights of the model are needed, and not only its settings and its tokenizer.
-        with_data: Whether the data is needed.
+        with_weights: Whether the weights of the model are needed in addition to its settings and its tokenizer.
+        with_data: Whether to include the data.
+
+    Raises:
+        UserError: If a value has the prefix of a hub, but is not a valid name.
     """
     model = config.model
     weights = "model" if with_weights else "settings"
@@ -53,23 +56,25 @@ def references(config: Config, with_weights: bool = True, with_data: bool = True
         if with_weights:
             texts.append((f"train.losses.{i}.options.reference", loss.options.get("reference"), "model"))
     for key, text, use in texts:
-        if (name := _name_in(text, key)) is not None:
+        name = _name_in(text, key)
+        if name is not None:
             yield HubReference(key, name, "model", use)
     if with_data:
         yield from _data_references(config)
 
 
 def _data_references(config: Config) -> Iterator[HubReference]:
-    """Yield the hub names of the sources of rows."""
+    """Yield every data source that is a dataset on a hub."""
     for section, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         for i, source in enumerate(sources):
             key = f"data.{section}.{i}.path"
-            if (name := _name_in(source.path, key)) is not None:
+            name = _name_in(source.path, key)
+            if name is not None:
                 yield HubReference(key, name, "dataset", source.split)
 
 
 def _name_in(value: Any, key: str) -> HubName | None:
-    """Return the repository that a config value names; None for paths and values that are not text."""
+    """Return the repository that a config value names; None for paths, and for values that are not text."""
     if not isinstance(value, str):
         return None
     try:
@@ -79,10 +84,21 @@ def _name_in(value: Any, key: str) -> HubName | None:
 
 
 def pin(config: Config, with_weights: bool = True, with_data: bool = True) -> dict[str, str]:
-    """Return the name with its commit for each key with a hub name. Sends one request for each name without a commit.
+    """Find the commit of each repository in a config.
 
-    Names on ModelScope stay as they are, because its package does not report commits. A run that resumes uses the
-    commits of its newest checkpoint, even if a branch has moved since.
+    One request is sent for each name without a commit. Names on ModelScope stay unchanged, because its package does not
+    report commits. A run that resumes uses the commits of its newest checkpoint, even if a branch has changed since.
+
+    Args:
+        config: The config.
+        with_weights: Whether the weights of the model are needed in addition to its settings and its tokenizer.
+        with_data: Whether to include the data.
+
+    Returns:
+        The name with its commit, for each key whose value names a repository.
+
+    Raises:
+        UserError: If a repository does not exist or cannot be accessed.
     """
     listed = list(references(config, with_weights, with_data))
     if not listed:
@@ -107,10 +123,18 @@ def pin(config: Config, with_weights: bool = True, with_data: bool = True) -> di
 
 
 def download(config: Config, with_weights: bool = True, with_data: bool = True) -> dict[str, str]:
-    """Download what the hub names in a config stand for. All names must have a commit, except those on ModelScope.
+    """Download the files of all repositories in a config.
+
+    Args:
+        config: A config whose names have commits, except those on ModelScope.
+        with_weights: Whether the weights of the model are needed in addition to its settings and its tokenizer.
+        with_data: Whether to include the data.
 
     Returns:
-        The folders of repositories on ModelScope, by key.
+        The folder of each repository on ModelScope, keyed by config key.
+
+    Raises:
+        UserError: If a file cannot be downloaded.
     """
     folders = {}
     for reference in references(config, with_weights, with_data):
@@ -124,7 +148,7 @@ def download(config: Config, with_weights: bool = True, with_data: bool = True) 
 
 
 def _download_one(reference: HubReference) -> None:
-    """Download the files of one repository that its key needs."""
+    """Download those files of a repository that its config key needs."""
     from omnizoo.hub.dataset import fetch_dataset
     from omnizoo.hub.download import fetch
     from omnizoo.hub.repository import list_repository
@@ -142,12 +166,12 @@ def _download_one(reference: HubReference) -> None:
 
 
 def choose_model_files(names: Sequence[str], folder: str, use: str) -> list[str]:
-    """Return the files of a model repository to download.
+    """Choose the files of a model repository to download.
 
     Args:
         names: All files of the repository.
         folder: The folder of the model in the repository; empty for the top folder.
-        use: The use of the model, as in `HubReference`.
+        use: What is needed from the model, as in `HubReference`.
 
     Raises:
         UserError: If the repository has no model that can be used in this way.
@@ -164,20 +188,21 @@ def choose_model_files(names: Sequence[str], folder: str, use: str) -> list[str]
         chosen = model_files(relative) if use == "model" else settings_files(relative)
     if not chosen or (use == "model" and "config.json" not in chosen):
         listed = ", ".join(list(names)[:5]) or "nothing"
-        raise UserError(f"the repository has no config.json{f' in {folder}' if folder else ''}; it contains {listed}")
+        location = f" in {folder}" if folder else ""
+        raise UserError(f"the repository has no config.json{location}; it contains {listed}")
     return [below[name] for name in chosen]
 
 
 def resolve_names(config: Config, with_weights: bool = True, with_data: bool = True) -> tuple[Config, dict[str, str]]:
-    """Pin and download all hub names of a config, in this process.
+    """Pin all hub names of a config to commits, and download their files in this process.
 
     Args:
         config: The config.
-        with_weights: Whether the weights of the model are needed, and not only its settings and its tokenizer.
-        with_data: Whether the data is needed.
+        with_weights: Whether the weights of the model are needed in addition to its settings and its tokenizer.
+        with_data: Whether to include the data.
 
     Returns:
-        The config with names that have commits, and the new value of each such key.
+        The config with pinned names (or folders, for repositories on ModelScope), and the new value of each such key.
 
     Raises:
         UserError: If a name does not exist, cannot be accessed, or cannot be downloaded.
@@ -189,7 +214,14 @@ def resolve_names(config: Config, with_weights: bool = True, with_data: bool = T
 
 
 def fetch_model(text: str, key: str) -> Path | None:
-    """Download the model that a command-line argument names, and return its folder; None if the text is a path.
+    """Download the model that a command-line argument names.
+
+    Args:
+        text: The argument: the name of a repository, or a path.
+        key: Name of the argument, for error messages.
+
+    Returns:
+        The folder of the model; None if the argument is a path.
 
     Raises:
         UserError: If the model does not exist, cannot be accessed, or cannot be downloaded.
@@ -209,14 +241,20 @@ def fetch_model(text: str, key: str) -> Path | None:
 
 
 def with_values(config: Config, values: Mapping[str, str]) -> Config:
-    """Return a config with new values for dotted keys that exist."""
+    """Return a copy of a config with new values for some dotted keys. The keys must exist in the config."""
     for key, value in values.items():
         config = _replaced(config, key.split("."), value)
     return config
 
 
 def _replaced(node: Any, parts: Sequence[str], value: Any) -> Any:
-    """Return a copy of a section, list or mapping with a new value for the key `parts`."""
+    """Return a copy of a section, list or mapping with a new value for one key inside it.
+
+    Args:
+        node: The section, list or mapping.
+        parts: The parts of the dotted key.
+        value: The new value.
+    """
     if not parts:
         return value
     first, *rest = parts
@@ -228,19 +266,19 @@ def _replaced(node: Any, parts: Sequence[str], value: Any) -> Any:
 
 
 def as_overrides(values: dict[str, str]) -> list[str]:
-    """Return command-line flags that set the values in other processes."""
+    """Return command-line arguments that set the values of dotted keys, for the processes of other ranks."""
     return [f"--{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _saved_commits(config: Config) -> dict[tuple[RepoType, str, str | None], str]:
-    """Return the commits in the checkpoint that a run resumes from, by type, repository and revision."""
+    """Return the commits in the checkpoint that a run resumes from, keyed by (type, repository, revision)."""
     path = _checkpoint_config(config)
     if path is None or not path.is_file():
         return {}
     try:
         saved, _ = parse_yaml(read_text(path), str(path))
     except UserError:
-        return {}  # the checkpoint is damaged, which is reported when it is loaded
+        return {}  # the checkpoint is damaged; loading it will report the error
     if not isinstance(saved, dict):
         return {}
     commits: dict[tuple[RepoType, str, str | None], str] = {}
@@ -253,7 +291,7 @@ def _saved_commits(config: Config) -> dict[tuple[RepoType, str, str | None], str
 
 
 def _checkpoint_config(config: Config) -> Path | None:
-    """Return `config.yaml` of the checkpoint that a run resumes from; None for a new run."""
+    """Return the path of `config.yaml` in the checkpoint that a run resumes from; None for a new run."""
     request = config.checkpoint.resume
     if request == "never":
         return None

@@ -85,7 +85,7 @@ def test_a_repository_that_cannot_be_used_is_one_line(
         (["--data.sources.0.path", "acme/tiny"], "data.sources.0.path: acme/tiny: "),
         (["--data.sources.0.path", "hub:acme/chats/gone"], "data.sources.0.path: hub:acme/chats/gone: "),
         (["--data.sources.0.split", "validation"], "data.sources.0.path: acme/chats: "),
-        (["--model.path", "modelscope:acme/tiny"], "model.path: modelscope:acme/tiny: needs the package modelscope"),
+        (["--model.path", "modelscope:acme/tiny"], "model.path: modelscope:acme/tiny: the package modelscope is not"),
         (["--model.path", "./acme"], "model.tokenizer: ./acme is not a"),
     ],
 )
