@@ -157,7 +157,7 @@ def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
 
 
 def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the same as `grouped_matmul`, but with one matmul per expert."""
+    """Compute the same as `grouped_matmul`, with one matmul for each expert."""
     # The backward of `unbind` writes each gradient once. The backward of `weights[e]` would allocate the gradient of
     # all experts E times.
     groups = rows.split(counts.tolist())

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.torch_private import without_function_modes
 
-BLOCK = 64  # how many numbers share a scale
-CHUNK = 2**24  # how many values are converted at a time, because temporary tensors are several times larger
+BLOCK = 64  # number of values that share a scale
+CHUNK = 2**24  # number of values that are converted at a time, because temporary tensors are several times larger
 # The published values, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -118,7 +118,7 @@ class Packing:
 
 
 def _rows(weight: torch.Tensor) -> int:
-    """Return how many rows along dim 0 are converted at a time."""
+    """Return the number of rows along dim 0 that are converted at a time."""
     return max(1, CHUNK // max(1, weight[:1].numel()))
 
 

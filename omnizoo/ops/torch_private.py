@@ -198,6 +198,7 @@ def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
 
 
 def _no_kernel(*_: Any) -> None:
+    """Raise an error, because a fake tensor never runs a kernel."""
     raise AssertionError("a tensor on the device of a dry run is not a fake tensor")
 
 
@@ -389,9 +390,9 @@ def flash_cuda_backward(
 
 
 class Recomputation:
-    """State that recomputed blocks share with the modules inside them.
+    """State that a recomputed block shares with the modules inside it.
 
-    Modules use it to keep results that recomputation must not, or need not, compute a second time.
+    Modules use it to keep results that recomputation must not compute a second time, or need not.
     """
 
     def __init__(self) -> None:
@@ -464,7 +465,10 @@ def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any])
 
 
 class _SteppingAside(TorchDispatchMode):
-    """Mode of selective recomputation that ignores operators while `is_aside` is set, and handles all-to-alls."""
+    """Base class of the modes of selective recomputation.
+
+    It ignores operators while `is_aside` is set, and passes all-to-alls to `exchange`.
+    """
 
     recomputation: Recomputation
     received: deque[torch.Tensor]  # outputs of the all-to-alls of a block, in order

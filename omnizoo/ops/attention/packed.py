@@ -1,9 +1,11 @@
 """Attention over packed samples, `[1, heads, tokens, width]`. Tokens attend only to tokens of their own sample.
 
 `packed_attention` selects the kernel for the device; docs/project/experiments.md has measurements. `per_sample` is the
-plain torch reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks for the
-later tokens of a span to causal attention. The same kernels compute these blocks, and the results are merged
-exactly."""
+plain torch reference that every kernel is tested against.
+
+Bidirectional spans (`BidirectionalSpans`) add blocks for the later tokens of a span to causal attention. The same
+kernels compute these blocks, and their results are merged exactly.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,7 +119,8 @@ def _one_sample(
     length = query.shape[2]
     masked = span_mask is not None or (pattern.window is not None and pattern.window < length)
     groups = query.shape[1] // key.shape[1]
-    if query.shape[-1] > MAX_HEAD_WIDTH:  # memory-efficient attention, the only fused kernel for such heads, has no GQA
+    if query.shape[-1] > MAX_HEAD_WIDTH:
+        # For such wide heads, torch uses memory-efficient attention, which does not support grouped queries.
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
         groups = 1
@@ -165,9 +168,9 @@ def _in_blocks(
     pattern: Pattern,
     bidirectional: BidirectionalSpans | None = None,
 ) -> torch.Tensor:
-    """Compute attention by blocks, with kernels that return the log-sum-exp.
+    """Compute attention by blocks, with kernels that also return the log-sum-exp.
 
-    Most pairs outside a window are not computed, and sinks are merged at almost no cost.
+    Most (query, key) pairs outside a window are not computed, and sinks are merged at almost no cost.
     """
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
     if bidirectional is not None:

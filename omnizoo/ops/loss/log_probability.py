@@ -24,9 +24,15 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor, none: int = N
 def by_rows(
     work: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return `work(hidden, targets)`, `[N]`, but compute only `rows` rows at a time.
+    """Return `work(hidden, targets)`, `[N]`, computed a few rows at a time to save memory.
 
     Backward recomputes intermediate results.
+
+    Args:
+        work: Returns one value for each row.
+        hidden: `[N, width]`, hidden states.
+        targets: `[N]`, token ids.
+        rows: Number of rows to compute at a time.
     """
     run: Callable[..., torch.Tensor] = work
     if torch.is_grad_enabled():

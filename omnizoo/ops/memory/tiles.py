@@ -30,12 +30,11 @@ ROW_WISE = {
 class Tiles:
     """Computes a module in tiles. Call `Tiles(...)(module, compute, rows, ...)` instead of `compute(rows, ...)`."""
 
-    tokens: int  # maximum number of tokens of a tile
+    tokens: int  # maximum number of tokens in a tile
     recomputation: Recomputation
     precision: str  # train.precision
-    max_over_ranks: Callable[[int], int] | None = (
-        None  # maps the local number of tiles to the maximum over ranks; only for work with collectives
-    )
+    # Returns the maximum over ranks of the number of tiles. It is needed if `compute` uses collectives.
+    max_over_ranks: Callable[[int], int] | None = None
 
     def __call__(
         self, module: nn.Module, compute: Callable[..., torch.Tensor], rows: torch.Tensor, *others: torch.Tensor
