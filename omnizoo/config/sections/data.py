@@ -143,8 +143,8 @@ class DataSection(ConfigSection):
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Number of samples from which a lane selects those of the next pack. More samples fill packs better and need more
-    memory. Default: 256, or enough samples for two packs if these are more. The first packs of a lane then choose from
-    fewer samples, so that the run starts quickly."""
+    memory. Default: 256, or enough samples for two packs if these are more; and fewer for the first packs of a lane, so
+    that the run starts quickly."""
 
     overlong: Literal["truncate", "drop", "split"] | None = None
     """What happens to a sample that is longer than a pack: `truncate` removes its end without cutting through media,

@@ -54,7 +54,7 @@ class ProjectorSettings(ConfigSection):
     def _check_kind(self) -> "ProjectorSettings":
         """Check that `kind` was not put into `options` by mistake."""
         if "kind" in self.options:
-            raise ValueError("kind is in options. Move it out of options, to the same level.")
+            raise ValueError("kind is in options. Set it next to options instead.")
         return self
 
 

@@ -76,9 +76,9 @@ class PortMix:
     """Statistics about the media items of one encoder, decoder or follower."""
 
     port: Port
-    samples: int  # number of samples with such items
-    items: int  # number of items
-    tokens: int  # number of placeholder tokens
+    samples: int  # number of samples with media items of the port
+    items: int  # number of media items
+    tokens: int  # number of placeholder tokens of all items
     cost: float  # FLOPs of all items
     costliest: MediaItem
     where: str  # file and line of the row with the costliest item

@@ -220,7 +220,10 @@ class Offload:
 
 
 class OffloadedState:
-    """Offload of tensors that persist over steps, such as optimizer state. They are restored in place."""
+    """Moves tensors that persist over steps, such as optimizer state, to host memory and back.
+
+    `restore` fills the same tensor objects again, so references to them stay valid.
+    """
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self.host: Any = HostBuffers(device)
