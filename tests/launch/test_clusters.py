@@ -9,7 +9,7 @@ from socket import create_server
 
 import pytest
 import yaml
-from processes import Running
+from processes import Forked, Running
 from tiny import write_config
 
 from omnizoo.cli.main import main
@@ -75,7 +75,7 @@ def test_two_ranks_with_slurm_variables_train_together(tmp_path: Path) -> None:
 
     # The job id is the process id, so that tests in parallel have different ports.
     shared = STEP | {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid())}
-    ranks = [Running(command, shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
+    ranks = [Forked(command, shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
     results = [rank.wait(400) for rank in ranks]
     assert [result.code for result in results] == [0, 0], "".join(result.stderr for result in results)
     assert "2/2" in results[0].stdout
