@@ -56,7 +56,9 @@ class StreamingWriter(HuggingFaceStorageWriter):
             with self.fs.create_stream(self.fs.concat_path(self.path, file_name), "wb") as stream:
                 stream.write(_header(items))
                 for item in items:
-                    values = self._resolve(item.index.fqn, planner.resolve_data(item))
+                    planned = planner.resolve_data(item)
+                    assert isinstance(planned, torch.Tensor)
+                    values = self._resolve(item.index.fqn, planned)
                     results.append(_write(stream, item, values))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
