@@ -14,7 +14,7 @@ from tiny import write_config
 
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.parallel.rendezvous import first_host, meeting_point, place_in_world
+from omnizoo.parallel.rendezvous import first_host, meeting_point, place_in_world, ranks_on_node
 
 STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3", "SLURM_JOB_ID": "4321"}
 
@@ -55,6 +55,29 @@ def test_slurm_step_derives_rendezvous_from_node_and_step(monkeypatch: pytest.Mo
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(UserError, match=r"^MASTER_PORT\b.*70000"):
         meeting_point(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "0"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "LOCAL_WORLD_SIZE": "4"}, 4),  # torchrun below srun
+        ({"RANK": "1"}, 1),
+        ({}, 1),
+    ],
+)
+def test_ranks_on_node_come_from_slurm(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int
+) -> None:
+    """Without them, checks of host memory assumed one rank per node under `srun`."""
+    for name in ("LOCAL_WORLD_SIZE", "RANK", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (STEP | variables).items():
+        monkeypatch.setenv(name, value)
+    assert ranks_on_node() == expected
 
 
 def test_batch_script_without_srun_raises(
