@@ -121,6 +121,10 @@ class TrainSection(ConfigSection):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for random initialization, data order and dropout."""
 
+    deterministic: bool = False
+    """Whether repeated runs on the same devices are bitwise equal. torch then uses deterministic algorithms, which may
+    be slower, and an operator without one is an error (docs/explanation/precision.md)."""
+
     max_bad_steps: PositiveInt = 3
     """The run stops after this number of consecutive steps with a non-finite loss or gradient. Each such step is
     skipped."""
