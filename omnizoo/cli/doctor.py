@@ -31,13 +31,13 @@ KERNELS = {
 EXTRAS = {
     "media": "decoding of media files",
     "diffusers": "decoders with VQ models and autoencoders",
-    "processors": "transformers' processors of exported models (torchvision)",
+    "processors": "torchvision, which the processors of exported models need",
     "remote": "data at s3:// and gs://",
     "wandb": "logging to Weights & Biases (`log.wandb`)",
     "torchao": "optimizers with quantized state",
 }
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
-MIN_SHARED_GB = 1
+MIN_SHARED_GB = 1  # GiB of /dev/shm below which a warning is printed
 SLOW_BF16 = 5  # ratio of fp32 to bf16 speed above which bf16 is probably emulated
 
 
@@ -90,7 +90,7 @@ def examine() -> dict[str, Any]:
 
 
 def _hub() -> dict[str, Any]:
-    """Return the settings of the Hugging Face Hub: address, folder of the cache, and whether requests are allowed."""
+    """Return the settings of the Hugging Face Hub: its address, the cache folder, and whether it is offline."""
     from huggingface_hub import constants
 
     return {
@@ -157,7 +157,8 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
     settings = allocator_settings()
     if devices and settings is not None and EXPANDABLE not in settings:
         warnings.append(
-            f"the allocator settings are {settings!r}; add {EXPANDABLE}, because packs of many lengths fragment memory"
+            f"the allocator settings are {settings!r}; add {EXPANDABLE}, because packs of different lengths fragment "
+            "the memory"
         )
     shared = _shared_memory_gb()
     if shared is not None and shared < MIN_SHARED_GB:
@@ -208,39 +209,39 @@ def _print(facts: dict[str, Any]) -> None:
 
     table = Table(title=f"omnizoo {facts['omnizoo']}", title_justify="left", show_header=False)
 
-    def row(name: str, value: str, note: str = "", style: str = "") -> None:
+    def add_row(name: str, value: str, note: str = "", style: str = "") -> None:
         table.add_row(name, Text(value, style), Text(note, "dim"))
 
-    row("python", facts["python"])
-    row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
-    row("memory", f"{facts['ram_gb']} GiB")
-    row("free disk space", f"{facts['free_disk_gb']} GiB")
+    add_row("python", facts["python"])
+    add_row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
+    add_row("memory", f"{facts['ram_gb']} GiB")
+    add_row("free disk space", f"{facts['free_disk_gb']} GiB")
     hub = facts["hub"]
-    row("hub", "offline" if hub["offline"] else hub["endpoint"], f"cache: {hub['cache']}")
+    add_row("hub", "offline" if hub["offline"] else hub["endpoint"], f"cache: {hub['cache']}")
     if "device" in facts:
         for i, device in enumerate(facts["devices"]):
-            row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")
-        row(
+            add_row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")
+        add_row(
             "training device",
             facts["device"],
             "" if facts["devices"] else "no accelerator with a collective backend",
         )
-        row("precision", facts["defaults"]["precision"], "default of train.precision")
-        row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
-        row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
+        add_row("precision", facts["defaults"]["precision"], "default of train.precision")
+        add_row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
+        add_row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
     table.add_section()
     for package in facts["packages"]:
         style = "green" if package["ok"] else "bold red"
-        row(package["name"], package["installed"] or "missing", f"needs {package['needed']}", style)
+        add_row(package["name"], package["installed"] or "missing", f"needs {package['needed']}", style)
     table.add_section()
     for kernel, kernel_version in facts["kernels"].items():
         style = "green" if kernel_version else "yellow"
-        row(kernel, kernel_version or "missing", f"optional: {KERNELS[kernel]}", style)
+        add_row(kernel, kernel_version or "missing", f"optional: {KERNELS[kernel]}", style)
     for extra, is_installed in facts["extras"].items():
         if is_installed:
-            row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
+            add_row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
         else:
-            row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; {install_command(extra)}", "yellow")
+            add_row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; {install_command(extra)}", "yellow")
 
     console = Console()
     if not console.is_terminal:

@@ -84,7 +84,7 @@ def print_search(words: Sequence[str], prog: str) -> None:
 
 
 def _print_keys(shown: Iterable[Key], keys: Sequence[Key], prog: str) -> None:
-    """Print each key with its description, type and default. A key with nested keys refers to their help."""
+    """Print each key with its description, type and default, or with the help command for its nested keys."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
@@ -96,11 +96,12 @@ def _print_keys(shown: Iterable[Key], keys: Sequence[Key], prog: str) -> None:
 
 
 def _has_nested(key: Key, keys: Iterable[Key]) -> bool:
+    """Whether a key has nested keys."""
     return any(other.key.startswith(f"{key.key}.") for other in keys)
 
 
 def plain_key(key: str) -> str:
-    """Return a key without `N` and `NAME`."""
+    """Return a key without its placeholders `N` (an index) and `NAME` (chosen by the user)."""
     return ".".join(part for part in key.split(".") if part not in ("N", "NAME"))
 
 
@@ -123,6 +124,7 @@ def _unknown(name: str, keys: Iterable[Key]) -> str:
 
 
 def _console() -> Console:
+    """Return a console that is 100 columns wide if the output is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console.width = 100
