@@ -77,14 +77,14 @@ def run(args: argparse.Namespace) -> int:
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
     config, _ = resolve_names(config, with_weights=False)
     quiet()
-    from omnizoo.planning.advice import advise, room
+    from omnizoo.planning.advice import advise, usable_memory
     from omnizoo.planning.dry_run import Place, simulate
 
     place = Place(args.world, args.rank, device, args.imbalance)
     progress = Console(stderr=True, quiet=args.json)
     with progress.status("running the step without a device"):
         result = simulate(config, place)
-    fits = result.peak.bytes <= room(place)
+    fits = result.peak.bytes <= usable_memory(place)
     advice: list[Advice] = []
     if not fits:
         with progress.status("the step does not fit: testing changes of the config") as status:
