@@ -25,7 +25,13 @@ Block = tuple[bool, list[TokenText]]  # (whether the block is media, its pieces)
 
 
 def data_page(name: str, inspection: Inspection, reader: Reader) -> str:
-    """Return the HTML page of inspected data."""
+    """Return the HTML page: bad rows, the inspected samples with previews of their media, and statistics.
+
+    Args:
+        name: Title of the page.
+        inspection: The inspected samples and the statistics.
+        reader: Provides the modalities and the tokenizer.
+    """
     shown = {sample.where for sample in inspection.shown}
     is_longest_shown = inspection.longest.where in shown
     shown.add(inspection.longest.where)

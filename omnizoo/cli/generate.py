@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omnizoo.reporting.results import GeneratedResponse
 
 MAX_PROMPT_LENGTH = 72  # characters of each prompt that are printed before its response, if there are several prompts
-UNFINISHED = "\ufffd"  # replacement character, which tokenizers decode an incomplete last character to
+UNFINISHED = "\ufffd"  # replacement character, which tokenizers return for an incomplete last character
 # Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 

@@ -62,7 +62,7 @@ class Conversation:
     def positions(self, count: int) -> torch.Tensor | None:
         """Return the position ids `[ids per token, 1, count]` of the last `count` tokens.
 
-        None if a position id is the index of the token, which is the default of transformers.
+        None if the position id of each token is its index, which is the default of transformers.
         """
         if self.media.positions is None:
             return None
@@ -177,7 +177,7 @@ class ConversationBatch:
             row.cache = DynamicCache(config=self.media.language.config)  # free the memory
 
     def _write_joined(self, tokens: Sequence[int]) -> None:
-        """Run the model on one more token of all conversations in the joined cache."""
+        """Run the model on one more token of each conversation in the joined cache."""
         assert self.cache is not None
         lengths = [len(row.ids) + 1 for row in self.rows]
         has_padding = min(lengths) < max(lengths)

@@ -153,7 +153,7 @@ def _start(
     launcher_id = os.getpid()
 
     def prepare_rank() -> None:
-        """Restore the signal mask and request the rank's end with the launcher. Runs in the process of the rank."""
+        """Restore the signal mask, and let Linux kill this rank if the launcher dies. Runs in the new process."""
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         if IS_LINUX:
             set_death_signal(launcher_id)

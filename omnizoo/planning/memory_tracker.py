@@ -73,7 +73,7 @@ class Timeline:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Mode that records memory, collectives and operators of a dry run.
+    """Dispatch mode that records memory, collectives and operators of a dry run.
 
     Run everything inside `watching()`, wrap the steps in `following(model, optimizer)`, and call `begin_step` before
     each step.
@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls the operator again on its local tensors
-        if self.traffic is not None:  # called from here, because a second dispatch mode would double the calls
+        if self.traffic is not None:  # counted here, because another dispatch mode for this would cost as much time
             self.traffic.count(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:

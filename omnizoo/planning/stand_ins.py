@@ -4,8 +4,8 @@
   fused kernel, as on an accelerator. This operator saves queries, keys, values, output and log-sum-exp.
 - Recurrent layers: the packages that contain their kernels may not be installed. The stand-ins allocate and save the
   same tensors as these kernels.
-- Routing: the number of rows of each expert depends on values, which are unknown. The stand-in sends the same number of
-  rows to each rank, and `imbalance` times this number to the simulated rank.
+- Routing: the number of rows of each expert depends on values, which are unknown. With the stand-in, the simulated rank
+  sends the same number of rows to each rank, and receives `imbalance` times as many rows as it sends.
 - Data: the simulated rank loads all packs of the step, because there are no other ranks.
 - Host memory: the bytes of offloaded tensors are counted, but the tensors are not stored.
 """

@@ -24,7 +24,8 @@ FACTOR = 10.0
 def recheck_in_fp64(config: Config, layout: Layout, folder: Path, verdict: Verdict, device: str = "cpu") -> Verdict:
     """Repeat the trial of a failed layout in fp64, if rounding errors may explain the failure.
 
-    They may explain it if only gradients differ, by at most `FACTOR` times the error of one process in fp32.
+    Rounding errors may explain a failure if only gradients differ, by at most `FACTOR` times the error of one process
+    in fp32.
 
     Args:
         config: The user's config.

@@ -123,7 +123,7 @@ def check_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changed keys without those for reading rows, which `DatasetSettings` already contains."""
+    """Return the changes without the keys for reading rows, because `DatasetSettings` already contains these."""
     in_settings = ("data.sources.", "data.eval_sources", "data.ignore", "data.on_bad_row", "data.chat_template")
     return {key: value for key, value in changes.items() if not key.startswith((*in_settings, "train.losses"))}
 
@@ -262,7 +262,7 @@ def power_above(value: float) -> int:
 
 
 def pack_tokens(facts: NewConfigFacts) -> int:
-    """Return a pack length that fits 99 % of the samples, and several samples of median length."""
+    """Return a pack length. At least 99 % of the samples fit into a pack, and usually several of median length."""
     if facts.changes.get("data.pack_tokens"):
         return int(facts.changes["data.pack_tokens"])
     num_samples = len(facts.lengths)

@@ -221,7 +221,12 @@ def _means(
 
 
 def _key(source: str, term: str = "") -> str:
-    """Return the metric name of the loss, of a loss term, or of a token metric, whose name begins with a slash."""
+    """Return the name of a metric of a source.
+
+    Args:
+        source: Short name of the source; empty for all sources together.
+        term: Name of a loss term, or of a token metric, which begins with a slash; empty for the loss.
+    """
     prefix = f"eval/{source}" if source else "eval"
     if term.startswith("/"):
         return prefix + term
