@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "Generate responses: text, and the media that the model produces",
     "doctor": "Check this machine and its packages",
     "plan": "Estimate memory, communication and speed without a device",
-    "verify": "Check that parallel layouts give the same results as one process",
+    "verify": "Compare layouts with one process",
     "data": "Show samples as the model receives them, their lengths and mix",
     "launch": "Print a job file for Slurm or Kubernetes",
     "new": "Write a first config for a model and data, or the files of a new modality",
