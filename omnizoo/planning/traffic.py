@@ -60,8 +60,8 @@ class Traffic(CollectiveCounter):
         tagged = [axis for axis in tagged_axes() if axis in possible_axes]
         if len(possible_axes) > 1 and len(tagged) != 1:
             raise UserError(
-                f"plan: {name} has no tag, so its axis is unknown: {', '.join(possible_axes)} have the same ranks. Call "
-                "it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
+                f"plan: {name} has no tag, so its axis is unknown: {', '.join(possible_axes)} have the same ranks. "
+                "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
             )
         axis = tagged[0] if tagged else possible_axes[0]
         # If ep is 1, experts are sharded over the same ranks as dense weights.
