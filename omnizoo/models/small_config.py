@@ -73,6 +73,7 @@ TEXT = {
 }
 DEPTHS = ("num_hidden_layers", "num_layers", "num_layers_per_stack", "encoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "word_embed_proj_dim", "embedding_size", "d_model")
+OUTPUT_WIDTHS = ("out_hidden_size", "output_dim")  # of encoders, if it differs from the width of their layers
 # Upper bounds of widths, depths and heads in encoder configs.
 TOWER = {
     "hidden_size": 64,
@@ -119,7 +120,7 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         update |= {"part": None, "config": shrink_config(config, shrinking, recipe)}
         return model.model_copy(update=update)
 
-    foundation = {"path": None, "config": shrink_config(config.foundation, shrinking, recipe)}
+    foundation: dict[str, Any] = {"path": None, "config": shrink_config(config.foundation, shrinking, recipe)}
     modalities = {}
     for name, modality in model.modalities.items():
         encoder = modality.encoder
@@ -127,6 +128,8 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         if encoder is not None and description["config"] is not None:
             # Decoders stay unchanged, because their tokenizers determine the targets in the data.
             small_encoder = shrink_tower(description["config"], shrinking)
+            if modality.projector is not None and modality.projector.kind == "none":
+                small_encoder |= _output_width(small_encoder, foundation["config"]["hidden_size"])
             encoder = encoder.model_copy(update={"path": None, "config": small_encoder})
         modalities[name] = modality.model_copy(update={"encoder": encoder})
     update |= {"foundation": model.foundation.model_copy(update=foundation), "modalities": modalities}
@@ -137,6 +140,12 @@ def shrink_tower(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, Any]
     """Return an encoder config with small widths and depth. The input format is unchanged."""
     bounded = {key: min(bound, fields[key]) for key, bound in TOWER.items() if fields.get(key)}
     return _inline_fields(fields, shrinking) | bounded
+
+
+def _output_width(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return the encoder fields that make its features as wide as the foundation."""
+    outputs = [name for name in OUTPUT_WIDTHS if name in fields]
+    return dict.fromkeys(outputs or [name for name in WIDTHS if name in fields], width)
 
 
 def shrink_config(published: PretrainedConfig, shrinking: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -166,7 +175,7 @@ def _shrink_parts(published: PretrainedConfig, shrinking: Shrinking) -> dict[str
     text_parts = [part for part in small_parts.values() if part["model_type"] == text.model_type]
     width = text_parts[0]["hidden_size"] if text_parts else None
     for small_part in small_parts.values() if width else ():  # encoders must output the width of the language model
-        small_part |= {key: width for key in ("out_hidden_size", "output_dim") if key in small_part}
+        small_part |= {key: width for key in OUTPUT_WIDTHS if key in small_part}
     return _known_fields(published.to_dict() | small_parts)
 
 
