@@ -15,11 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from omnizoo.checkpoint.manifest import File
+from omnizoo.checkpoint.tensor_writer import StreamingWriter
 from omnizoo.config.errors import UserError
 from omnizoo.models.adapters.lora import attached
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard, with_local
@@ -105,11 +106,18 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
         The size and hash of each file of this rank, by name. Hashes are computed from the bytes in memory. Files are
         not read back, so damage by the disk is detected only when they are loaded.
     """
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+
+    def resolve(name: str, local: torch.Tensor) -> torch.Tensor:
+        is_placeholder = _is_quantized(tensors[name])
+        return _dequantize(tensors[name]) if is_placeholder else local
+
+    writer = StreamingWriter(str(folder), resolve)
     writer.fs = files = _HashingFiles()
-    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
-    _fill_quantized(tensors, plain)
-    dcp.save(plain, storage_writer=writer)
+    dcp.save({name: _on_disk(tensor) for name, tensor in tensors.items()}, storage_writer=writer)
+    for tensor in tensors.values():
+        if _is_quantized(tensor):
+            # Quantizing again may round differently, and this process must stay bitwise identical to one that resumes.
+            local_shard(tensor).copy_(_dequantize(tensor))
     return files.written
 
 
@@ -187,9 +195,11 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             )
     with warnings.catch_warnings():  # an export reads in a single process on purpose
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        plain = {name: _to_fill(tensor) for name, tensor in tensors.items()}
         dcp.load(plain, storage_reader=HuggingFaceStorageReader(str(folder)))
-    _fill_quantized(tensors, plain)
+    for name, tensor in tensors.items():
+        if _is_quantized(tensor):
+            local_shard(tensor).copy_(local_shard(plain[name]))
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
@@ -197,22 +207,24 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
     return hasattr(local_shard(tensor), "codes")
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as stored in a checkpoint. Quantized tensors are dequantized, so any layout can load them."""
+def _dequantize(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a quantized tensor in float32."""
+    return local_shard(tensor).dequantize().float()
+
+
+def _on_disk(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as described in a checkpoint. Any layout can load it, because it is not quantized.
+
+    For a quantized tensor this is a placeholder without data.
+    """
     if not _is_quantized(tensor):
         return tensor
-    return with_local(tensor, local_shard(tensor).dequantize().float())
+    return with_local(tensor, torch.empty(local_shard(tensor).shape, dtype=torch.float32, device="meta"))
 
 
-def _fill_quantized(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
-    """Quantize the plain values into `tensors`, in place.
-
-    This is also done after saving, because quantizing again may round differently, and the running process must stay
-    bitwise identical to one that resumes from the checkpoint.
-    """
-    for name, tensor in tensors.items():
-        if _is_quantized(tensor):
-            local_shard(tensor).copy_(local_shard(plain[name]))
+def _to_fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that DCP fills: `tensor` itself, or for a quantized one a float32 tensor."""
+    return with_local(tensor, _dequantize(tensor)) if _is_quantized(tensor) else tensor
 
 
 def _section_of(name: str) -> str:

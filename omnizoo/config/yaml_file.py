@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -39,7 +40,29 @@ Problem = tuple[int, str]  # line, message
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Loader that parses only the scalars of YAML 1.2."""
+    """Loader that parses only the scalars of YAML 1.2 and rejects deep documents.
+
+    PyYAML's running time is quadratic in the depth, and deep documents exceed the recursion limit.
+    """
+
+    depth = 0
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        with self._nested():
+            return super().compose_sequence_node(anchor)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        with self._nested():
+            return super().compose_mapping_node(anchor)
+
+    @contextmanager
+    def _nested(self) -> Iterator[None]:
+        """Context manager: parse one collection."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        yield
+        self.depth -= 1
 
 
 class YamlDumper(yaml.SafeDumper):
@@ -119,7 +142,6 @@ def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int
     """
     lines: dict[str, int] = {}
     try:
-        _check_depth(text)
         loader = YamlLoader(text)
         node = loader.get_single_node()
         problems: list[Problem] = []
@@ -141,21 +163,6 @@ def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int
     return value, lines
 
 
-def _check_depth(text: str) -> None:
-    """Check the nesting depth of a document before it is parsed.
-
-    PyYAML's running time is quadratic in the depth, and deep documents exceed the recursion limit.
-    """
-    depth = 0
-    for event in yaml.parse(text, YamlLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_DEPTH:
-            raise _too_deep(event.start_mark)
-
-
 def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels of nesting", problem_mark=mark)
 
@@ -169,7 +176,7 @@ def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple
     if node in parents:
         yield line, f"{key} contains itself through a YAML alias"
         return
-    if len(parents) > MAX_DEPTH:  # nesting by aliases, which `_check_depth` does not follow
+    if len(parents) > MAX_DEPTH:  # nesting by aliases, which the loader does not follow
         raise _too_deep(node.start_mark)
     if len(lines) > MAX_VALUES:
         reason = f"more than {MAX_VALUES:,} values, with YAML aliases expanded"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
@@ -59,6 +60,11 @@ def replaced(*attributes: Replacement) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def deterministic_compiler() -> Replacement:
+    """Return the setting with which torch.compile does not select kernels by measured times."""
+    return torch._inductor.config, "deterministic", True
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -34,6 +34,26 @@ def place_in_world() -> tuple[int, int, int] | None:
     return rank, world_size, local_rank
 
 
+def ranks_on_node() -> int:
+    """Return the number of ranks on this node, as set by our launcher, torchrun or Slurm, or 1 if it is not set.
+
+    `srun` describes the tasks of all nodes in one variable: `8(x2),4` are two nodes with 8 tasks, then one with 4.
+    """
+    env = os.environ
+    if "LOCAL_WORLD_SIZE" in env:
+        return max(1, _number("LOCAL_WORLD_SIZE"))
+    if "RANK" in env or "SLURM_STEP_ID" not in env:
+        return 1
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if match is None:
+            return 1
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number("SLURM_NODEID", "0")
+    return max(1, counts[node]) if node < len(counts) else 1
+
+
 def tasks_without_srun() -> int:
     """Return the number of Slurm tasks if this process is the batch script of a job with several tasks, otherwise 0."""
     env = os.environ

@@ -1,6 +1,5 @@
 """Estimate the memory and disk space of a run, check that the run fits, and choose the default for resharding."""
 
-import os
 from collections.abc import Collection, Mapping
 
 import torch
@@ -12,6 +11,7 @@ from omnizoo.models.adapters.lora import attached
 from omnizoo.models.component_settings import ComponentSettings
 from omnizoo.ops.device import available_memory, is_host, total_memory
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.rendezvous import ranks_on_node
 
 # Optimizer state in memory and in a checkpoint, in multiples of the size of the trained parameter. 8-bit state is saved
 # as fp32.
@@ -89,13 +89,13 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
     bytes_per_rank = held_bytes(model, config) // mesh.layout.fsdp
     device_memory = total_memory(mesh.device)
     if "parameters" in config.parallel.offload:
-        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = bytes_per_rank * ranks_on_node
+        num_ranks = ranks_on_node()
+        needed = bytes_per_rank * num_ranks
         available = available_memory()
         if needed > available:
             raise UserError(
                 f"parallel.offload: weights, gradients and optimizer state need {needed / 2**30:,.3g} GiB of host "
-                f"memory for the ranks of this node ({ranks_on_node}), but {available / 2**30:,.3g} GiB are available. "
+                f"memory for the ranks of this node ({num_ranks}), but {available / 2**30:,.3g} GiB are available. "
                 "Remove `parameters` from parallel.offload, or shard the model over more nodes (parallel.dp_shard)."
             )
     elif bytes_per_rank > device_memory:

@@ -4,7 +4,6 @@ The mode can change during training, and the cost of each mode can be measured.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +23,7 @@ from omnizoo.ops.memory.offload import Offload
 from omnizoo.ops.precision import keep_precision
 from omnizoo.ops.torch_private import Recomputation, both, tree_leaves, tree_map_only
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.rendezvous import ranks_on_node
 
 log = logging.getLogger(__name__)
 
@@ -201,8 +201,7 @@ def recompute_blocks(
     parallel = config.parallel
     offload = None
     if "activations" in parallel.offload:
-        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        offload = Offload(mesh.device, len(facts.blocks), ranks_on_node)
+        offload = Offload(mesh.device, len(facts.blocks), ranks_on_node())
     if parallel.offload and is_host(mesh.device):
         log.warning("parallel.offload has no effect on CPU")
     default = parallel.recompute if isinstance(parallel.recompute, str) else None

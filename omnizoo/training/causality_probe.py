@@ -168,7 +168,7 @@ def _small_copy(spec: ModelSection, shrinking: Shrinking) -> nn.Module | None:
     if sum(weight.numel() for weight in model.parameters()) > LARGEST:
         return None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = _build(spec, shrinking, "cpu")
         if not isinstance(model, PreTrainedModel):
             for module in model.modules():
@@ -236,7 +236,7 @@ class _Run:
         if not isinstance(self.model, PreTrainedModel):
             check_call(self.model.forward, "forward", self.name, [], inputs)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             output = self.model(**inputs)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):

@@ -139,7 +139,11 @@ class Objective:
             is_last = i == len(data.micro_batches) - 1
             set_gradient_sync(self.model, is_last, reduces_each)
             # The seed depends only on the step and its packs, so a resumed run needs no generator state.
-            torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, self.mesh.sp_rank))
+            seed = _dropout_seed(config.train.seed, step, batch.packs, self.mesh.sp_rank)
+            if is_host(self.mesh.device):
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for each accelerator
+            else:
+                torch.manual_seed(seed)
             yield batch
 
     def loss(self, batch: Batch) -> torch.Tensor:

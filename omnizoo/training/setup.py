@@ -38,6 +38,7 @@ from omnizoo.models.build import build_model, check_vocabulary
 from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.hf_private import most_positions
 from omnizoo.models.media.model_inputs import read_modalities
+from omnizoo.ops.determinism import deterministic_algorithms
 from omnizoo.ops.device import is_host, use_tensor_cores
 from omnizoo.parallel.downloads import download_on_ranks
 from omnizoo.parallel.errors import sync_errors
@@ -179,7 +180,9 @@ def joined_world(
         The config, including settings that depend on the device, and the mesh.
     """
     timeout = config.parallel.join_timeout
-    with process_group(on_failure=on_failure, join_timeout=timeout, stop_requested=stop_requested) as process:
+    deterministic = deterministic_algorithms(config.train.deterministic)
+    joined = process_group(on_failure=on_failure, join_timeout=timeout, stop_requested=stop_requested)
+    with joined as process, deterministic:
         config = resolve_precision(config, process.device)
         if not has_loader:
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}

@@ -33,6 +33,7 @@ def test_last_line_names_failed_rank_and_cause(
     failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path, model=MODEL, train={"steps": 3, "packs_per_step": 2})
+    # The only run of `make test` whose launcher and ranks start cold, as those of users do.
     result = run_omnizoo(["train", path, "--nproc", 2], cold=True, FAILS_WITH=failure)
     *earlier_lines, last_line = result.stderr.splitlines()
     assert result.code == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Forked, Running, run_omnizoo
+from processes import Forked, run_omnizoo
 from safetensors.torch import load_file
 from tiny import read_steps
 
@@ -157,7 +157,7 @@ def test_invalid_recipe_plugin_prints_one_line(
 def test_killed_notebook_resumes_exactly_and_is_exported(tmp_path: Path) -> None:
     script = ROOT / "examples" / "notebook.py"
     assert len([line for line in script.read_text().splitlines() if line.strip()]) < 30
-    uninterrupted = Running([sys.executable, str(script), str(tmp_path / "uninterrupted")], {}).wait(240)
+    uninterrupted = Forked([sys.executable, str(script), str(tmp_path / "uninterrupted")], {}).wait(240)
     assert uninterrupted.code == 0, uninterrupted.stderr
     assert "step 40: done" in uninterrupted.stdout
     killed = Forked([sys.executable, str(script), str(tmp_path / "run")], {})

@@ -9,12 +9,12 @@ from socket import create_server
 
 import pytest
 import yaml
-from processes import Running
+from processes import Forked, Running
 from tiny import write_config
 
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.parallel.rendezvous import first_host, meeting_point, place_in_world
+from omnizoo.parallel.rendezvous import first_host, meeting_point, place_in_world, ranks_on_node
 
 STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3", "SLURM_JOB_ID": "4321"}
 
@@ -57,6 +57,29 @@ def test_slurm_step_derives_rendezvous_from_node_and_step(monkeypatch: pytest.Mo
         meeting_point(2)
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "0"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "LOCAL_WORLD_SIZE": "4"}, 4),  # torchrun below srun
+        ({"RANK": "1"}, 1),
+        ({}, 1),
+    ],
+)
+def test_ranks_on_node_come_from_slurm(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int
+) -> None:
+    """Without them, checks of host memory assumed one rank per node under `srun`."""
+    for name in ("LOCAL_WORLD_SIZE", "RANK", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (STEP | variables).items():
+        monkeypatch.setenv(name, value)
+    assert ranks_on_node() == expected
+
+
 def test_batch_script_without_srun_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +98,7 @@ def test_two_ranks_with_slurm_variables_train_together(tmp_path: Path) -> None:
 
     # The job id is the process id, so that tests in parallel have different ports.
     shared = STEP | {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid())}
-    ranks = [Running(command, shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
+    ranks = [Forked(command, shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
     results = [rank.wait(400) for rank in ranks]
     assert [result.code for result in results] == [0, 0], "".join(result.stderr for result in results)
     assert "2/2" in results[0].stdout

@@ -25,7 +25,14 @@ import psutil
 TESTS = Path(__file__).parent
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
 STREAMS = ("stdout", "stderr")
-IMPORTED = ["pytest", "hypothesis", "omnizoo.training.loop", "omnizoo.verification.compare"]
+IMPORTED = [
+    "pytest",
+    "hypothesis",
+    "omnizoo.training.loop",
+    "omnizoo.verification.compare",
+    "omnizoo.cli.train",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 
 
 @dataclass(frozen=True)
@@ -129,8 +136,8 @@ def environment(env: dict[str, str]) -> dict[str, str]:
 
 
 class Forked(Running):
-    """`python ...` that starts in a blink, ranks included: forked from the server of this test session, which has
-    imported what takes seconds. Loader workers come from a server of their rank, as ever."""
+    """`python ...` that starts in a blink, ranks and loader workers included: forked from the server of this test
+    session, which has imported what takes seconds."""
 
     def _start(self, command: Sequence[str], env: dict[str, str]) -> tuple[psutil.Process, Iterable[Iterable[str]]]:
         start_server()
@@ -156,6 +163,13 @@ def start_omnizoo(args: Sequence[object], cold: bool = False, **env: str) -> Run
 def run_omnizoo(args: Sequence[object], timeout: float = 240, cold: bool = False, **env: str) -> Result:
     """`omnizoo args`, to its end."""
     return start_omnizoo(args, cold, **env).wait(timeout)
+
+
+def run_script_on_ranks(command: Sequence[object], nproc: int, timeout: float = 240) -> Result:
+    """`python command` as each of `nproc` ranks, started by the launcher of `omnizoo`."""
+    code = "import sys; from omnizoo.launch.launcher import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1]), "
+    code += "[sys.executable]))"
+    return Forked([sys.executable, "-c", code, str(nproc), *map(str, command)], {}).wait(timeout)
 
 
 def run_on_ranks(function: Callable[..., None], nproc: int, *args: object, timeout: float = 300) -> Result:

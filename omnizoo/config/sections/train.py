@@ -117,6 +117,10 @@ class TrainSection(ConfigSection):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seed of initial weights, data order and dropout"""
 
+    deterministic: bool = False
+    """whether repeated runs on the same devices are bitwise equal: torch uses deterministic algorithms, and an operator
+    without one is an error (docs/explanation/precision.md)"""
+
     max_bad_steps: PositiveInt = 3
     """number of consecutive skipped (non-finite) steps after which the run stops"""
 

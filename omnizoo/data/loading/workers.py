@@ -26,6 +26,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from omnizoo.parallel.parent_death import in_lasting_thread, set_server_imports
+from omnizoo.parallel.rendezvous import ranks_on_node
 
 MAX_WORKERS = 4  # maximum per rank if data.workers is not set
 CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
@@ -50,7 +51,11 @@ def worker_count(setting: int | None) -> int:
         return setting
     if multiprocessing.current_process().daemon:
         return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    # srun usually gives each task cores of its own. Other launchers let all ranks of a node use all of its cores.
+    has_own_cores = "LOCAL_WORLD_SIZE" not in os.environ and cores < (os.cpu_count() or 1)
+    if not has_own_cores:
+        cores //= ranks_on_node()
     return min(MAX_WORKERS, cores // CORES_PER_WORKER)
 
 

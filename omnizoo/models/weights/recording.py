@@ -170,7 +170,8 @@ class Recording(TorchDispatchMode):
                 args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
                 kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
                 if call.is_random:
-                    torch.manual_seed(_seed_of(seed, number))
+                    # Not torch.manual_seed, which also seeds accelerators and formats a stack for each of them.
+                    torch.default_generator.manual_seed(_seed_of(seed, number))
                 outputs = _tensors_in(call.function(*args, **kwargs))
                 for created, result in zip(call.created, outputs, strict=False):
                     if created is not None:

@@ -1,7 +1,8 @@
 """Optional kernels for recurrent layers: `fla` (flash-linear-attention 0.5 or later) and `causal_conv1d`.
 
 If the device does not support them, or the package is not installed, the functions return None and the caller uses
-plain torch.
+plain torch. The same holds for `train.deterministic`: the kernels of `fla` are selected by measured times, and
+`causal_conv1d` adds gradients atomically.
 
 A kernel computes all runs at once, given their lengths and the state before each run. The tests do not run the real
 kernels. They check the selection with stand-ins, and the arguments of the calls follow the documentation of the
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from omnizoo.ops.determinism import is_deterministic
 from omnizoo.ops.device import has_triton, to_device
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def rule_kernel(value: torch.Tensor, key_width: int, is_delta: bool, by_channel:
     if not has_triton(value.device) or value.dtype not in HALF or key_width > MAX_KEY_WIDTH:
         return None
     module, name = RULES[is_delta, by_channel]
-    kernel = find_kernel(module, name, "recurrent layers")
+    kernel = None if _is_refused(module) else find_kernel(module, name, "recurrent layers")
     return None if kernel is None else partial(_rule, kernel)
 
 
@@ -50,8 +52,25 @@ def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., t
     """
     if not has_triton(x.device) or weight.shape[1] not in TAPS or x.shape[1] % 8:
         return None
+    if _is_refused("causal_conv1d"):
+        return None
     kernel: Callable[..., torch.Tensor] | None = find_kernel("causal_conv1d", "causal_conv1d_fn", "short convolutions")
     return kernel
+
+
+def _is_refused(module: str) -> bool:
+    """Whether the kernels of `module` must not be used, because their results differ between runs."""
+    if is_deterministic():
+        _log_refusal(module.partition(".")[0])
+        return True
+    return False
+
+
+@lru_cache
+def _log_refusal(package: str) -> None:
+    """Log, once per package, that its kernels are not used although it is installed."""
+    if find_spec(package) is not None:
+        log.info("train.deterministic: %s is not used, because its results differ between runs", package)
 
 
 @lru_cache

@@ -5,7 +5,6 @@ device. Generation does not change the run: it uses a copy of the weights and a 
 """
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.ops.device import is_host, total_memory
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.rendezvous import ranks_on_node
 from omnizoo.parallelize.memory import held_bytes
 from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder
@@ -271,7 +271,7 @@ def _check_copy_fits(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Raise a `UserError` if a full copy of the model does not fit in the memory of rank 0's device."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     copy_bytes = num_parameters * MASTER_DTYPE[config.train.precision].itemsize
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_host(mesh.device) else 1
+    num_sharing = ranks_on_node() if is_host(mesh.device) else 1
     training_bytes = num_sharing * held_bytes(model, config) // mesh.layout.fsdp
     available = total_memory(mesh.device)
     if copy_bytes + training_bytes > available:

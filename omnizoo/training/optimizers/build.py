@@ -4,7 +4,6 @@ Each parameter is assigned an optimizer class, a learning rate and a weight deca
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.ops.memory.offload import OffloadedState
 from omnizoo.ops.torch_private import is_fake
 from omnizoo.parallel.fsdp.sharded_tensors import is_sharded, local_shard
+from omnizoo.parallel.rendezvous import ranks_on_node
 from omnizoo.training.optimizers.adamw import ShardAdamW
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -146,7 +146,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     state = None
     if is_offloaded:
         device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
-        state = OffloadedState(device, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        state = OffloadedState(device, ranks=ranks_on_node())
     average = _initial_average(parts) if config.optimizer.ema else {}
     return OptimizerGroup(parts, average, state)
 

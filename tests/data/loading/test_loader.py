@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from fixtures import TEXT, make_tokenizer
+from processes import Forked, Running
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -381,38 +380,38 @@ def test_evaluation_without_a_usable_row_is_refused(
 
 
 SCRIPT = """
+import os
 import sys
+import time
 from transformers import AutoTokenizer
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.loader import build_loader
 loader = build_loader(Config.model_validate_json(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[2]), 0, 1)
 loader.next_step()
 print("ready", flush=True)
-sys.stdin.read()
+while not os.path.exists(sys.argv[3]):
+    time.sleep(0.01)
 """
 
 
-Start = Callable[[Config], subprocess.Popen[str]]
+Start = Callable[[Config], Running]
 
 
 @pytest.fixture
-def start(tokenizer: PreTrainedTokenizerFast) -> Iterator[Start]:
-    """Run SCRIPT up to its first step; whatever it leaves behind is killed at the end of the test."""
+def start(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Start]:
+    """Run SCRIPT up to its first step. It ends when `tmp_path / "end"` exists.
+
+    Whatever it leaves behind is killed at the end of the test.
+    """
     started: list[psutil.Process] = []
 
-    def run(config: Config) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, config.model_dump_json(), tokenizer.name_or_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
-        )
-        started.append(psutil.Process(process.pid))
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        started.extend(started[0].children(recursive=True))
-        return process
+    def run(config: Config) -> Running:
+        arguments = [config.model_dump_json(), tokenizer.name_or_path, str(tmp_path / "end")]
+        running = Forked([sys.executable, "-c", SCRIPT, *arguments], {})
+        started.append(running.process)
+        assert running.wait_until(lambda: "ready\n" in running.output(), 240)
+        started.extend(running.process.children(recursive=True))
+        return running
 
     yield run
     for process in started:
@@ -421,23 +420,24 @@ def start(tokenizer: PreTrainedTokenizerFast) -> Iterator[Start]:
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_without_closing_its_loader_does_not_hang(configure: Configure, start: Start) -> None:
-    process = start(configure(workers=2, prefetch=8))
-    process.communicate()  # closes stdin: the script ends
-    assert process.returncode == 0
+def test_a_process_that_ends_without_closing_its_loader_does_not_hang(
+    configure: Configure, start: Start, tmp_path: Path
+) -> None:
+    running = start(configure(workers=2, prefetch=8))
+    (tmp_path / "end").touch()
+    assert running.wait(240).code == 0
 
 
 @pytest.mark.slow
 def test_workers_ignore_interrupts_and_go_when_their_process_is_killed(configure: Configure, start: Start) -> None:
     # far ahead and with large packs, so that workers have more queued than a pipe takes
-    process = start(configure(workers=2, prefetch=50, pack_tokens=4096))
-    below = psutil.Process(process.pid).children(recursive=True)
-    workers = [child for child in below if child.ppid() != process.pid]
+    running = start(configure(workers=2, prefetch=50, pack_tokens=4096))
+    below = running.process.children(recursive=True)
+    workers = [child for child in below if child.ppid() != running.process.pid]
     assert len(workers) == 2
     for child in below:  # the server that they are forked from, too: schedulers send signals to all that there is
         child.send_signal(signal.SIGINT)
         child.send_signal(signal.SIGTERM)
     assert set(psutil.wait_procs(below, timeout=1)[1]) == set(below)  # all alive
-    process.kill()
-    process.wait()
+    running.process.kill()
     assert psutil.wait_procs(below, timeout=120)[1] == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures import make_tokenizer
 from own_rows import make
-from processes import Running
+from processes import Forked
 from transformers import PreTrainedTokenizerFast
 
 from omnizoo.config.load import load_config
@@ -154,6 +154,6 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(
     file.write_text("".join(json.dumps(row) + "\n" for row in make()))
     script.write_text(SCRIPT)
     config = loader_of(SourceSettings(path=str(file)), tokenizer, 0).config.model_dump_json()
-    result = Running([sys.executable, str(script), config, tokenizer.name_or_path], {}).wait(240)
+    result = Forked([sys.executable, str(script), config, tokenizer.name_or_path], {}).wait(240)
     assert result.stdout.split() == ["running", "2", "0"], result.stderr
     assert "Rows is defined in the main script" in result.stderr

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from steps import step_by_step
 
+from omnizoo.ops.determinism import deterministic_algorithms
 from omnizoo.ops.linear_attention import kernels
 from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, advance, run_recurrence, run_without_states
 from omnizoo.ops.linear_attention.short_convolution import convolve
@@ -158,3 +159,15 @@ def test_missing_kernel_package_is_logged_once(
     (message,) = (record.message for record in caplog.records)
     assert "Install fla" in message
     kernels.find_kernel.cache_clear()
+
+
+def test_kernels_are_not_used_when_results_must_be_repeatable(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    kernels._log_refusal.cache_clear()
+    with deterministic_algorithms(True):
+        for _ in range(2):
+            run_recurrence(drawn("delta"), LENGTHS)
+        convolve(torch.randn(42, 8), torch.randn(8, 4), None, LENGTHS, torch.zeros(2, 3, 8))
+    assert calls.names == []
+    messages = [record.message for record in caplog.records if "train.deterministic" in record.message]
+    assert [message.split()[1] for message in messages] == ["fla", "causal_conv1d"]
