@@ -9,8 +9,7 @@ import os
 import platform
 import shutil
 import time
-from importlib.metadata import requires, version
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,11 @@ from omnizoo.config.versions import install_command, installed_versions
 if TYPE_CHECKING:
     import torch
 
+# Optional packages of kernels: name of the module -> layers that use it. Only those that the code imports.
 KERNELS = {
     "triton": "the kernels that torch.compile generates on GPUs",
-    "flash_attn": "fast attention over packed samples on GPUs",
-    "liger_kernel": "fused norms, rotary embedding and cross entropy; needs triton",
-    "deep_ep": "expert dispatch over NVLink and RDMA",
-    "torchao": "fp8 matmuls and low-bit optimizers",
+    "fla": "linear attention on GPUs; needs triton",
+    "causal_conv1d": "short convolutions of recurrent layers on GPUs",
 }
 EXTRAS = {
     "media": "decoding of media files",
@@ -59,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Return the results of all checks, including the lists `warnings` and `problems`."""
     packages = _packages()
-    kernel_versions = installed_versions(KERNELS)
+    distributions = packages_distributions()
+    kernel_versions = {name: installed_versions(distributions.get(name, [])) for name in KERNELS}
     problems = []
     for package in packages:
         if not package["ok"]:
@@ -74,7 +73,7 @@ def examine() -> dict[str, Any]:
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 2**30, 1),
         "packages": packages,
-        "kernels": {name: kernel_versions.get(name) if find_spec(name) else None for name in KERNELS},
+        "kernels": {name: next(iter(kernel_versions[name].values()), None) for name in KERNELS},
         "extras": {extra: _has_extra(extra) for extra in EXTRAS},
         "hub": _hub(),
         "warnings": [],

@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "Compare layouts with one process",
     "data": "Show samples as the model receives them, their lengths and mix",
     "launch": "Print a job file for Slurm or Kubernetes",
+    "convert": "Convert the config of another trainer",
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
     "recipes": "List the model families that have a recipe, and what is tested for each",
@@ -150,9 +151,9 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
     flags = {name: name for name in parser._option_string_actions}
     if parser.prog.split()[-1] in TAKE_OVERRIDES:
         from omnizoo.config import reference
-        from omnizoo.config.foreign_keys import our_key
+        from omnizoo.config.foreign.lookup import hint_for
 
-        hint = our_key(flag.removeprefix("--"))
+        hint = hint_for(flag.removeprefix("--"))
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))

@@ -9,6 +9,7 @@ from omnizoo.config.sections.base import (
     ConfigSection,
     LearningRate,
     LossWeight,
+    NamedSettings,
     Object,
     SubmoduleSettings,
     Text,
@@ -33,11 +34,11 @@ class DecoderSettings(EncoderSettings):
     """weight of the decoder's loss"""
 
 
-class ProjectorSettings(ConfigSection):
+class ProjectorSettings(NamedSettings):
     """Settings of a projector."""
 
-    kind: Literal["linear", "mlp", "pixel_shuffle", "resampler"] = "mlp"
-    """module that maps encoder features to the width of the foundation"""
+    kind: Literal["linear", "mlp", "pixel_shuffle", "resampler", "none"] = "mlp"
+    """module that maps encoder features to the width of the foundation; `none` if they have that width"""
 
     options: dict[str, Any] = Field({})
     """arguments of the module: `factor` of pixel_shuffle, `rows` of resampler"""
@@ -52,6 +53,8 @@ class ProjectorSettings(ConfigSection):
     def _check_kind(self) -> "ProjectorSettings":
         if "kind" in self.options:
             raise ValueError("kind is in options. Move it out of options, to the same level.")
+        if self.kind == "none" and (self.freeze or self.lr is not None):
+            raise ValueError("freeze and lr have no effect with kind none, which has no weights. Remove them.")
         return self
 
 
