@@ -79,7 +79,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pages
-def test_every_relative_link_leads_to_a_file_and_heading_that_exist(page: Path) -> None:
+def test_relative_links_lead_to_existing_files_and_headings(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         if "://" in link:
             continue
@@ -90,7 +90,7 @@ def test_every_relative_link_leads_to_a_file_and_heading_that_exist(page: Path) 
 
 
 @current_pages
-def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
+def test_named_repository_files_exist(page: Path) -> None:
     file_names = r"(?:omnizoo|tests|docs|examples|benchmarks)/[\w./-]*\w|[\w./-]+\.(?:py|md|toml)"
     text = page.read_text()
     created = {f"{name}.py" for name in re.findall(r"omnizoo new modality (\w+)", text)}  # by the reader
@@ -100,7 +100,7 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
             assert (ROOT / word).exists(), f"{page.name}: {word}"
 
 
-def test_the_walk_through_a_step_names_files_and_functions_that_exist() -> None:
+def test_step_page_names_existing_files_and_functions() -> None:
     walk = re.findall(
         r"^\| \[[\w/.]+\]\((?:\.\./)+(omnizoo/[\w/.]+)\) \| (`[^|]+`) \|",
         (DOCS / "explanation/step.md").read_text(),
@@ -116,16 +116,14 @@ def test_the_walk_through_a_step_names_files_and_functions_that_exist() -> None:
 
 
 @current_pages
-def test_every_make_target_that_is_named_exists(page: Path) -> None:
+def test_named_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = {found[1] for line in code_lines(page) if (found := re.match(r"make ([\w-]+)", line))}
     assert named <= targets
 
 
 @current_pages
-def test_every_omnizoo_command_that_is_shown_parses(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     for args in commands(page):
         shows_help = any(argument.startswith("--help") for argument in args)
@@ -142,7 +140,7 @@ def test_every_omnizoo_command_that_is_shown_parses(
 
 
 @current_pages
-def test_every_config_key_that_is_mentioned_exists(page: Path) -> None:
+def test_mentioned_config_keys_exist(page: Path) -> None:
     sections = "|".join(reference.sections())
     for span in code_spans(page):
         found = re.match(rf"(?:--)?((?:{sections})(?:\.\w+)+)(?=$|[:=, ])", span)
@@ -154,7 +152,7 @@ def test_every_config_key_that_is_mentioned_exists(page: Path) -> None:
 
 
 @current_pages
-def test_every_config_that_is_shown_is_valid(page: Path) -> None:
+def test_shown_configs_are_valid(page: Path) -> None:
     base = yaml.safe_load(EXAMPLE.read_text())
     base.pop("evaluation", None)  # a `data` section that is shown may have nothing held out
     for language, block in FENCE.findall(page.read_text()):
@@ -163,13 +161,13 @@ def test_every_config_that_is_shown_is_valid(page: Path) -> None:
 
 
 @current_pages
-def test_every_fence_is_understood_by_these_tests(page: Path) -> None:
+def test_code_fences_are_closed_and_readable_by_these_tests(page: Path) -> None:
     # A directive with backticks would be taken for the end of a code block; directives are written with colons.
     assert "```" not in FENCE.sub("", page.read_text()), "a code fence is not closed, or has more than a language"
 
 
 @current_pages
-def test_python_code_imports_from_omnizoo_only_its_public_names(page: Path) -> None:
+def test_python_code_uses_only_public_names(page: Path) -> None:
     for language, block in FENCE.findall(page.read_text()):
         if language != "python":
             continue
@@ -194,7 +192,7 @@ def test_readme_has_at_most_700_words() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
-def test_every_page_that_the_package_names_exists() -> None:
+def test_pages_named_in_the_package_exist() -> None:
     for path in (ROOT / "omnizoo").rglob("*"):
         if path.suffix in (".py", ".jinja", ".html"):
             for name in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
@@ -216,7 +214,7 @@ def test_metrics_page_names_every_metric_of_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_site_builds_without_warnings_and_loads_nothing_remote(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-q", "-d", str(tmp_path / "doctrees")]
     result = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -228,7 +226,7 @@ def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path:
 
 
 @pages
-def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
+def test_pages_name_no_folder_of_a_local_machine(page: Path) -> None:
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)\b", page.read_text())
 
 
@@ -262,7 +260,7 @@ def count_collectives(process: Process, config_path: str, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_sends_what_the_page_about_it_says(tmp_path: Path) -> None:
+def test_collectives_of_a_step_match_the_step_page(tmp_path: Path) -> None:
     out = tmp_path / "counts.json"
     family = model_config("qwen3") | {"tie_word_embeddings": False}
     model = {"config": family, "tokenizer": str(tmp_path / "tokenizer")}
@@ -282,7 +280,7 @@ def test_a_step_sends_what_the_page_about_it_says(tmp_path: Path) -> None:
     assert [counts[name]["before"] for name in CASES] == [dealing] * len(CASES)
 
 
-def test_every_promise_of_security_names_tests_that_exist() -> None:
+def test_security_promises_name_existing_tests() -> None:
     table = (ROOT / "SECURITY.md").read_text().partition("## Promises")[2].partition("## What is not")[0]
     promises = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")][2:]
     assert len(promises) >= 10
@@ -293,7 +291,7 @@ def test_every_promise_of_security_names_tests_that_exist() -> None:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text() if test else (ROOT / "tests" / file).is_file()
 
 
-def test_diagrams_are_those_that_the_script_draws() -> None:
+def test_diagrams_match_their_script() -> None:
     drawn = runpy.run_path(str(ROOT / "docs/draw_diagrams.py"))["draw_all"]()
     for name, text in drawn.items():
         assert (ROOT / "docs/images" / name).read_text() == text, "run `python docs/draw_diagrams.py`"

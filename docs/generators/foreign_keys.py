@@ -1,41 +1,43 @@
-"""Table of other trainers' keys and their replacements, for the page `how-to/coming_from`."""
+"""Tables of other trainers' keys, for the page `how-to/coming_from`. `omnizoo convert` uses the same tables."""
 
 import re
 
 from generators.markdown import code, table
 from omnizoo.config import reference
-from omnizoo.config.foreign_keys import NO_KEY, NOT_YET, REPLACEMENTS
+from omnizoo.config.foreign.base import Rule, Status
+from omnizoo.config.foreign.lookup import TRAINERS
 
 # A key, maybe with a value of one word.
 KEY = re.compile(rf"\b(?:{'|'.join(reference.sections())})(?:\.\w+)+(?:: \w+\b)?")
+TITLES: dict[Status, tuple[str, str, str]] = {  # introduction and header of the table for each kind of key
+    "copied": ("Keys that are converted:", "their key", "OmniZoo"),
+    "by hand": ("Keys that you set by hand:", "their key", "OmniZoo"),
+    "not needed": ("Keys that are not needed:", "their key", "reason"),
+    "unsupported": ("Keys that are not supported yet:", "their key", "instead"),
+}
 
 
 def replacements() -> str:
-    """Return three tables: keys with a replacement, keys that are not needed, keys that are not supported."""
-    renamed: list[tuple[str, str]] = []
-    unnecessary: list[tuple[str, str]] = []
-    unsupported: list[tuple[str, str]] = []
-    for replacement, names in REPLACEMENTS.items():
-        listed = ", ".join(code(name) for name in sorted(names.split()))
-        if replacement.startswith(NO_KEY):
-            unnecessary.append((listed, _with_code(_reason(replacement, NO_KEY))))
-        elif replacement.startswith(NOT_YET):
-            unsupported.append((listed, _with_code(_reason(replacement, NOT_YET))))
-        else:
-            renamed.append((listed, _with_code(replacement)))
-    return "\n".join(
-        [
-            table(("their key", "OmniZoo"), renamed),
-            "These keys have no counterpart, because none is needed:\n",
-            table(("their key", "reason"), unnecessary),
-            "These keys are not supported yet:\n",
-            table(("their key", "instead"), unsupported),
-        ]
-    )
+    """Return a section with tables for each trainer."""
+    parts = []
+    for trainer in TRAINERS.values():
+        parts.append(f"### {trainer.title}\n")
+        for status, (introduction, *header) in TITLES.items():
+            rows = [_row(rule) for rule in trainer.rules if rule.status == status]
+            parts += [f"{introduction}\n", table(tuple(header), sorted(set(rows)))]
+        rows = [(code(key), code(_plain(value))) for key, value in trainer.defaults.items()]
+        parts += ["Defaults that differ, which the converted config contains:\n", table(("key", "default"), rows)]
+    return "\n".join(parts)
 
 
-def _reason(replacement: str, start: str) -> str:
-    return replacement.removeprefix(start).removeprefix(": ")
+def _row(rule: Rule) -> tuple[str, str]:
+    """Return the row of a rule: their keys, and our key or the reason why there is none."""
+    text = rule.replacement if rule.status in ("copied", "by hand") else rule.note
+    return ", ".join(code(name) for name in sorted(rule.names)), _with_code(text)
+
+
+def _plain(value: object) -> str:
+    return str(value).strip("()")
 
 
 def _with_code(replacement: str) -> str:

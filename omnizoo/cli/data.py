@@ -137,7 +137,7 @@ def facts(inspection: "Inspection") -> dict[str, tuple[str, str]]:
         ),
     }
     if counters.few_targets:
-        figures["Few targets"] = (f"{counters.few_targets:,}", "samples dropped (data.min_targets)")
+        figures["Few targets"] = (f"{counters.few_targets:,}", "samples dropped because of data.min_targets")
     if counters.beyond_positions:
         note = f"samples longer than the {inspection.most_positions} positions of the model"
         figures["Beyond positions"] = (f"{counters.beyond_positions:,}", note)
@@ -186,7 +186,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
 
 
 def describe_costliest(port: "PortMix") -> str:
-    """Describe the item with the most FLOPs: its row, and its share of the module's FLOPs."""
+    """Describe the item of a module that has the most FLOPs: its row, and its share of the module's FLOPs."""
     if not port.cost:
         return "-"
     share = percent(port.costliest.size.cost, port.cost)
@@ -194,7 +194,7 @@ def describe_costliest(port: "PortMix") -> str:
 
 
 def describe_schema(source: "SourceMix") -> str:
-    """Describe the row schema and why it was chosen. If there are several, give the number of samples in each."""
+    """Return the row schema of a source and why it was chosen, or all schemas with their number of samples."""
     if source.reason_without_rows:
         return "no usable row"
     if len(source.formats) == 1:
@@ -204,7 +204,7 @@ def describe_schema(source: "SourceMix") -> str:
 
 
 def bars(inspection: "Inspection") -> Iterator[tuple[str, int, float]]:
-    """Yield the bars of the length histogram: label, number of samples, length relative to the longest bar."""
+    """Yield each bar of the histogram of sample lengths: its label, number of samples, and width (longest bar: 1)."""
     from omnizoo.data.loading.inspection import histogram
 
     bins = histogram(inspection.lengths)
@@ -233,14 +233,17 @@ def percent(part: float, total: float) -> str:
     return f"{100 * part / total:.1f}%" if total else "-"
 
 
-def all_pieces(sample: "InspectedSample", reader: "Reader", most: int) -> "Iterator[tuple[str, list[TokenText]]]":
-    """Yield the title and at most `most` pieces of a sample, or of each response of a preference row."""
+def all_pieces(sample: "InspectedSample", reader: "Reader", max_pieces: int) -> "Iterator[tuple[str, list[TokenText]]]":
+    """Yield the text of a sample as a title and at most `max_pieces` pieces.
+
+    For a row with preferences, each response is yielded separately, with its role as the title.
+    """
     from omnizoo.data.loading.inspection import parts, pieces, shorten
 
     decode = partial(reader.renderer.backend.decode, skip_special_tokens=False)
     for role, part in parts(sample.sample):
         title = f"{role}:" if role else ""
-        yield title, shorten(list(pieces(part, decode)), most)
+        yield title, shorten(list(pieces(part, decode)), max_pieces)
 
 
 def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iterator[RenderableType]:
@@ -266,8 +269,8 @@ def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iter
     yield figures
 
     lengths = Table(title="Lengths in tokens", title_justify="left", box=None, show_header=False)
-    for label, count, relative_length in bars(inspection):
-        bar = "█" * math.ceil(40 * relative_length)
+    for label, count, relative_width in bars(inspection):
+        bar = "█" * math.ceil(40 * relative_width)
         lengths.add_row(Text(label, justify="right"), f"{count:,}", Text(bar, "blue"))
     yield lengths
     for title, columns, rows in tables(inspection):

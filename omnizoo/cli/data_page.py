@@ -1,6 +1,6 @@
 """HTML page of `omnizoo data inspect --out`: bad rows, samples with their media in place, then statistics.
 
-The page needs no network and runs no script, whatever the data contain.
+The page needs no network. Text from the data is escaped, so it cannot add scripts to the page.
 """
 
 import itertools
@@ -25,7 +25,13 @@ Block = tuple[bool, list[TokenText]]  # (whether the block is media, its pieces)
 
 
 def data_page(name: str, inspection: Inspection, reader: Reader) -> str:
-    """Return the HTML page of inspected data."""
+    """Return the HTML page: bad rows, the inspected samples with previews of their media, and statistics.
+
+    Args:
+        name: Title of the page.
+        inspection: The inspected samples and the statistics.
+        reader: Provides the modalities and the tokenizer.
+    """
     shown = {sample.where for sample in inspection.shown}
     is_longest_shown = inspection.longest.where in shown
     shown.add(inspection.longest.where)
@@ -54,13 +60,16 @@ def bad_rows_page(name: str, bad_groups: Sequence[BadRowGroup]) -> str:
 
 
 def _sample_blocks(sample: InspectedSample, reader: Reader) -> Iterator[tuple[str, list[Block]]]:
-    """Yield each response of a sample, or the whole sample with an empty role, as blocks of text and media."""
+    """Yield the text and media of a sample as (role, blocks): once with an empty role, or once for each response."""
     for role, pieces in all_pieces(sample, reader, MAX_TOKENS):
         yield role, _blocks(pieces)
 
 
 def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
-    """Group pieces into text and media. Only the first piece of a media item counts as media, the others as text."""
+    """Group the pieces of a sample into blocks of text and media.
+
+    A media item may have several pieces. Only the first one counts as media, so the page shows each item once.
+    """
     shown_items: set[int] = set()
 
     def is_first_of_item(piece: TokenText) -> bool:
@@ -72,7 +81,11 @@ def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
 
 
 def _preview(item: MediaItem, reader: Reader) -> str:
-    """Return the HTML preview of a media item, or its value if its module has no preview."""
+    """Return the HTML preview of a media item.
+
+    If its module has no preview, the result is the value of the item, or an empty string for a file. If the item cannot
+    be decoded, it is the reason.
+    """
     try:
         html = find_module(reader.modalities, item.port).preview(item.media)
     except BadMedia as reason:

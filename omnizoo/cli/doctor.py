@@ -9,8 +9,7 @@ import os
 import platform
 import shutil
 import time
-from importlib.metadata import requires, version
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +20,22 @@ from omnizoo.config.versions import install_command, installed_versions
 if TYPE_CHECKING:
     import torch
 
+# Optional packages of kernels: name of the module -> layers that use it. Only those that the code imports.
 KERNELS = {
     "triton": "the kernels that torch.compile generates on GPUs",
-    "flash_attn": "fast attention over packed samples on GPUs",
-    "liger_kernel": "fused norms, rotary embedding and cross entropy; needs triton",
-    "deep_ep": "expert dispatch over NVLink and RDMA",
-    "torchao": "fp8 matmuls and low-bit optimizers",
+    "fla": "linear attention on GPUs; needs triton",
+    "causal_conv1d": "short convolutions of recurrent layers on GPUs",
 }
 EXTRAS = {
     "media": "decoding of media files",
     "diffusers": "decoders with VQ models and autoencoders",
-    "processors": "transformers' processors of exported models (torchvision)",
+    "processors": "torchvision, which the processors of exported models need",
     "remote": "data at s3:// and gs://",
     "wandb": "logging to Weights & Biases (`log.wandb`)",
     "torchao": "optimizers with quantized state",
 }
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
-MIN_SHARED_GB = 1
+MIN_SHARED_GB = 1  # GiB of /dev/shm below which a warning is printed
 SLOW_BF16 = 5  # ratio of fp32 to bf16 speed above which bf16 is probably emulated
 
 
@@ -59,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Return the results of all checks, including the lists `warnings` and `problems`."""
     packages = _packages()
-    kernel_versions = installed_versions(KERNELS)
+    distributions = packages_distributions()
+    kernel_versions = {name: installed_versions(distributions.get(name, [])) for name in KERNELS}
     problems = []
     for package in packages:
         if not package["ok"]:
@@ -74,7 +73,7 @@ def examine() -> dict[str, Any]:
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 2**30, 1),
         "packages": packages,
-        "kernels": {name: kernel_versions.get(name) if find_spec(name) else None for name in KERNELS},
+        "kernels": {name: next(iter(kernel_versions[name].values()), None) for name in KERNELS},
         "extras": {extra: _has_extra(extra) for extra in EXTRAS},
         "hub": _hub(),
         "warnings": [],
@@ -90,7 +89,7 @@ def examine() -> dict[str, Any]:
 
 
 def _hub() -> dict[str, Any]:
-    """Return the settings of the Hugging Face Hub: address, folder of the cache, and whether requests are allowed."""
+    """Return the settings of the Hugging Face Hub: its address, the cache folder, and whether it is offline."""
     from huggingface_hub import constants
 
     return {
@@ -157,7 +156,8 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
     settings = allocator_settings()
     if devices and settings is not None and EXPANDABLE not in settings:
         warnings.append(
-            f"the allocator settings are {settings!r}; add {EXPANDABLE}, because packs of many lengths fragment memory"
+            f"the allocator settings are {settings!r}; add {EXPANDABLE}, because packs of different lengths fragment "
+            "the memory"
         )
     shared = _shared_memory_gb()
     if shared is not None and shared < MIN_SHARED_GB:
@@ -208,39 +208,39 @@ def _print(facts: dict[str, Any]) -> None:
 
     table = Table(title=f"omnizoo {facts['omnizoo']}", title_justify="left", show_header=False)
 
-    def row(name: str, value: str, note: str = "", style: str = "") -> None:
+    def add_row(name: str, value: str, note: str = "", style: str = "") -> None:
         table.add_row(name, Text(value, style), Text(note, "dim"))
 
-    row("python", facts["python"])
-    row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
-    row("memory", f"{facts['ram_gb']} GiB")
-    row("free disk space", f"{facts['free_disk_gb']} GiB")
+    add_row("python", facts["python"])
+    add_row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
+    add_row("memory", f"{facts['ram_gb']} GiB")
+    add_row("free disk space", f"{facts['free_disk_gb']} GiB")
     hub = facts["hub"]
-    row("hub", "offline" if hub["offline"] else hub["endpoint"], f"cache: {hub['cache']}")
+    add_row("hub", "offline" if hub["offline"] else hub["endpoint"], f"cache: {hub['cache']}")
     if "device" in facts:
         for i, device in enumerate(facts["devices"]):
-            row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")
-        row(
+            add_row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")
+        add_row(
             "training device",
             facts["device"],
             "" if facts["devices"] else "no accelerator with a collective backend",
         )
-        row("precision", facts["defaults"]["precision"], "default of train.precision")
-        row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
-        row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
+        add_row("precision", facts["defaults"]["precision"], "default of train.precision")
+        add_row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
+        add_row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
     table.add_section()
     for package in facts["packages"]:
         style = "green" if package["ok"] else "bold red"
-        row(package["name"], package["installed"] or "missing", f"needs {package['needed']}", style)
+        add_row(package["name"], package["installed"] or "missing", f"needs {package['needed']}", style)
     table.add_section()
     for kernel, kernel_version in facts["kernels"].items():
         style = "green" if kernel_version else "yellow"
-        row(kernel, kernel_version or "missing", f"optional: {KERNELS[kernel]}", style)
+        add_row(kernel, kernel_version or "missing", f"optional: {KERNELS[kernel]}", style)
     for extra, is_installed in facts["extras"].items():
         if is_installed:
-            row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
+            add_row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
         else:
-            row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; {install_command(extra)}", "yellow")
+            add_row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; {install_command(extra)}", "yellow")
 
     console = Console()
     if not console.is_terminal:

@@ -40,15 +40,15 @@ def run(args: argparse.Namespace) -> int:
     target: Path = args.config
     if args.checkpoint is not None and args.best:
         raise UserError("--best: --checkpoint is also set. Remove one of them.")
-    place = place_in_world()
+    rank_and_world = place_in_world()
     config, run_folder = load_evaluation_config(
         target, args.overrides, allow_code=args.allow_code, trust_remote_code=args.trust_remote_code
     )
-    started_ranks = place[1] if place else None
+    started_ranks = rank_and_world[1] if rank_and_world else None
     check_nproc(args.nproc, started_ranks)
     world = started_ranks or args.nproc or 1
     plan_layout(config.parallel, world)
-    if place is None:
+    if rank_and_world is None:
         config, pins = resolve_names(config)
         if world > 1:
             return launch(["eval", str(target), *args.overrides, *as_overrides(pins), *rank_flags(args)], world)

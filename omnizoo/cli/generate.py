@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from omnizoo.generation.generate import GeneratedPiece, Outcome
     from omnizoo.reporting.results import GeneratedResponse
 
-MAX_PROMPT_LENGTH = 72  # with several prompts, at most this many characters of each are printed before its response
-UNFINISHED = "\ufffd"  # ends a text whose last character is incomplete
+MAX_PROMPT_LENGTH = 72  # characters of each prompt that are printed before its response, if there are several prompts
+UNFINISHED = "\ufffd"  # replacement character, which tokenizers return for an incomplete last character
 # Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
@@ -41,22 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--messages",
         metavar="FILE",
         type=path_argument,
-        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media "
-        "(default: --prompt)",
+        help="JSON file with a list of messages, or JSONL file whose rows have `messages`; messages may contain media "
+        "(default: the text in --prompt)",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         default=[],
-        help="message of the user, instead of --messages; may be repeated (default: --messages)",
+        help="user message; may be repeated; not allowed with --messages (default: the file in --messages)",
     )
     parser.add_argument(
         "--out",
         metavar="DIR|FILE.jsonl",
         type=path_argument,
         default=Path("generated"),
-        help="folder for generated media, or JSONL file for all responses, with media next to it (default: generated)",
+        help="folder for generated media, or JSONL file for all responses, with a folder for media next to it "
+        "(default: generated)",
     )
     _add_sampling(parser)
     parser.add_argument(
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="maximum number of responses to generate at once; higher values need more memory (default: 8)",
     )
-    parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
+    parser.add_argument("--speaker", metavar="NAME", help="voice of generated speech (default: chosen by the model)")
     parser.add_argument(
         "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
     )
@@ -78,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="MODULE:NAME",
-        help="recipe of a model family without a built-in one (default: that of the run, if --allow-code allows it)",
+        help="recipe for a model family without a built-in one (default: the recipe of the run, which --allow-code "
+        "must permit)",
     )
     allow_code(parser)
 
@@ -109,11 +111,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="nucleus sampling: cumulative probability to sample from (default: 1.0)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed of each response (default: 0)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="random seed, the same for each response (default: 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate a response to each prompt, and return 0."""
+    """Print a response to each prompt, and write media and the JSONL file. Returns 0."""
     fields = {name: value for name, value in vars(args).items() if name in GenerateSettings.__dataclass_fields__}
     settings = GenerateSettings(**fields)
     if (settings.messages is None) == (not args.prompt):
@@ -153,12 +157,12 @@ def generate(
         top_p: Cumulative probability to sample from.
         seed: Random seed of each response.
         batch: Maximum number of responses to generate at once.
-        out: Folder for generated media, or JSONL file for all responses, with media next to it.
-        speaker: Voice to generate with. Default: that of the model.
+        out: Folder for generated media, or JSONL file for all responses, with a folder for media next to it.
+        speaker: Voice of generated speech. Default: chosen by the model.
         speech: Whether models that can speak generate speech.
         base: Folder of the base model of an adapter folder.
-        recipe: `package.module:NAME` of the recipe of a model family without a built-in one.
-        allow_code: Python modules, with submodules, that the folder may import encoders and decoders from.
+        recipe: `package.module:NAME` of the recipe for a model family without a built-in one.
+        allow_code: Python modules that the folder may import encoders and decoders from, including their submodules.
         trust_remote_code: Whether Python code in the model folder may run.
 
     Returns:
@@ -240,7 +244,7 @@ def generate_responses(
     check_settings(settings)
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # it would be printed between the responses
+    transformers_logging.disable_progress_bar()  # progress bars would appear between the responses
     from omnizoo.generation.chat_model import chat_model_of
     from omnizoo.generation.model_folder import FolderOptions, model_section
     from omnizoo.ops.device import pick_device
@@ -262,7 +266,7 @@ def generate_responses(
 
 
 def print_note(line: str) -> None:
-    """Print a line that is not part of the responses."""
+    """Print a line to stderr, because it is not part of the responses."""
     print(line, file=sys.stderr)
 
 
@@ -301,9 +305,9 @@ def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel", has_o
     if args.speaker is not None and args.no_speech:
         raise UserError(f"--speaker: {args.speaker}, but --no-speech is also set. Remove one of them.")
     if args.speaker is not None and not can_speak:
-        raise UserError(f"--speaker: {args.speaker}, but {folder} cannot speak. Remove --speaker.")
+        raise UserError(f"--speaker: {args.speaker}, but {folder} does not generate speech. Remove --speaker.")
     if speaker_format is not None and args.no_speech:
-        raise UserError(f"--no-speech: {folder} only speaks. Remove --no-speech.")
+        raise UserError(f"--no-speech: {folder} generates only speech. Remove --no-speech.")
     if speaker_format is not None and args.speaker is not None and not has_only_text:
         raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 
@@ -335,7 +339,7 @@ class Responder:
             rows: Prompts, as text or as rows with messages.
             settings: Sampling and output.
             is_printed: Whether to print the responses.
-            file: The JSONL file for responses; None for none.
+            file: JSONL file to write the responses to; None if they are not written.
 
         Raises:
             UserError: If a prompt cannot be used.
@@ -343,26 +347,29 @@ class Responder:
         self.model = model
         self.settings = settings
         self.file = file
-        self.has_one = len(rows) == 1
+        self.is_single = len(rows) == 1
         self.prompts = [self._read(row, number) for number, row in enumerate(rows)]
         self.terminals = [self._terminal(number, is_printed) for number in range(len(rows))]
 
     def run(self) -> list[dict[str, Any]]:
         """Generate the responses, and return their records."""
-        # With one response at a time, its pieces are printed as they grow, otherwise when it is next in order.
-        is_streamed = self.has_one or self.settings.batch == 1
+        # A response that is generated alone is printed while it grows. Responses of a batch are printed when they are
+        # complete, in the order of the prompts.
+        is_streamed = self.is_single or self.settings.batch == 1
         requests = (self._request(number, is_streamed) for number in range(len(self.prompts)))
-        followed = None if self.settings.no_speech else {"speaker": self.settings.speaker}
+        follower_options = None if self.settings.no_speech else {"speaker": self.settings.speaker}
         finished: dict[int, Outcome] = {}
         records: list[dict[str, Any]] = []
-        for number, outcome in self.model.answers(requests, self.settings.max_tokens, self.settings.batch, followed):
+        outcomes = self.model.answers(requests, self.settings.max_tokens, self.settings.batch, follower_options)
+        for number, outcome in outcomes:
             finished[number] = outcome
             while len(records) in finished:
-                records.append(self._end(len(records), finished.pop(len(records)), is_streamed))
+                next_number = len(records)
+                records.append(self._end(next_number, finished.pop(next_number), is_streamed))
         return records
 
     def _read(self, row: Any, number: int) -> PromptOfRow:
-        """Render the prompt of a row."""
+        """Render the prompt of a row. Raises `UserError` if the row or its media cannot be used."""
         from omnizoo.data.rendering.template_limits import memory_limits
         from omnizoo.data.row import BadRow
         from omnizoo.data.sources.base import MediaFolder
@@ -380,18 +387,18 @@ class Responder:
         return PromptOfRow(question.prompt, question.shown, question.expected)
 
     def _name(self, number: int) -> str:
-        """Return the name of a prompt in messages, counted from 1."""
-        if self.has_one:
+        """Return how error messages refer to a prompt. Its number is counted from 1."""
+        if self.is_single:
             return "the prompt"
         if self.settings.messages:
             return f"--messages {self.settings.messages}: row {number + 1}"
         return f"--prompt {number + 1}"
 
     def _terminal(self, number: int, is_printed: bool) -> "Terminal":
-        """Return the printer of a response."""
+        """Return the object that prints a response and saves its media."""
         out = self.settings.out
         media_folder = out.with_suffix("") if out.suffix == ".jsonl" else out
-        if not self.has_one:
+        if not self.is_single:
             media_folder /= str(number)
         return Terminal(self.model, media_folder, write_stdout if is_printed else lambda text: None)
 
@@ -410,17 +417,17 @@ class Responder:
         return Request(prompt, sampling, self.terminals[number].show)
 
     def _print_title(self, number: int) -> None:
-        """Print the beginning of a prompt, if there are several."""
-        if not self.has_one:
+        """Print the first characters of a prompt as a title, if there are several prompts."""
+        if not self.is_single:
             line = " ".join(self.prompts[number].text.split())
             ellipsis = "..." if len(line) > MAX_PROMPT_LENGTH else ""
             self.terminals[number].write(f"--- {line[:MAX_PROMPT_LENGTH]}{ellipsis}".translate(CONTROL) + "\n")
 
     def _end(self, number: int, outcome: "Outcome", is_streamed: bool) -> dict[str, Any]:
-        """Print a finished response, unless it was streamed, and return its record."""
+        """Finish a response: print it unless it was streamed, write its record to the JSONL file, and return it."""
         terminal = self.terminals[number]
         if isinstance(outcome, UserError):
-            raise UserError(f"{self._name(number)} cannot be used: {outcome}" if not self.has_one else str(outcome))
+            raise UserError(f"{self._name(number)} cannot be used: {outcome}" if not self.is_single else str(outcome))
         if not is_streamed:
             self._print_title(number)
             for piece in outcome:
@@ -438,13 +445,13 @@ class Responder:
 
 
 def write_stdout(text: str) -> None:
-    """Print text at once."""
+    """Print text without a line break, and flush it so that it appears at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 class Terminal:
-    """Prints pieces during generation: the new characters of a text, or the file name of a media item."""
+    """Prints one response during generation: new characters of its text, and the file names of its media items."""
 
     def __init__(self, model: "ChatModel", media_folder: Path, write: Callable[[str], None] = write_stdout) -> None:
         """Create a printer.
@@ -452,7 +459,7 @@ class Terminal:
         Args:
             model: The model, which decodes text and saves media.
             media_folder: Folder for generated media.
-            write: Prints text.
+            write: Function that prints text.
         """
         self.write = write
         self.model = model
@@ -463,7 +470,7 @@ class Terminal:
         self.files: list[str] = []
 
     def show(self, piece: "GeneratedPiece") -> None:
-        """Print the new part of a text, or save a media item and print its file name."""
+        """Print the new characters of a piece of text, or save a media item and print its file name."""
         if piece is not self.piece:
             self.end()
             self.piece = piece
@@ -479,7 +486,7 @@ class Terminal:
         self._print(f"[{piece.modality}: {file}]")
 
     def end(self) -> None:
-        """Finish the current piece."""
+        """Print the rest of the current piece and a line break."""
         if self.piece is None:
             return
         if self.piece.modality == "text":
@@ -495,7 +502,14 @@ class Terminal:
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
-    """Read rows from a JSON list of messages, an object with `messages`, or a JSONL file of such rows."""
+    """Read the rows in the file of `--messages`.
+
+    A JSON file contains one row, and a JSONL file one row per line. A row is a list of messages, or an object with
+    `messages`.
+
+    Raises:
+        UserError: If the file cannot be read, is empty or has other contents.
+    """
     expected = "expected a list of messages, or an object with `messages`; in JSONL, one per line"
     try:
         text = path.read_text(encoding="utf-8")

@@ -33,18 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", metavar="H:M:S", default="24:00:00", help="time limit of a Slurm job (default: 24:00:00)"
     )
-    parser.add_argument("--partition", metavar="NAME", help="Slurm partition (default: that of the cluster)")
-    parser.add_argument("--account", metavar="NAME", help="Slurm account (default: that of the user)")
+    parser.add_argument("--partition", metavar="NAME", help="Slurm partition (default: set by the cluster)")
+    parser.add_argument("--account", metavar="NAME", help="Slurm account (default: set by the cluster)")
     parser.add_argument(
         "--image",
         metavar="NAME",
         default="REGISTRY/omnizoo:latest",
-        help="container with omnizoo for Kubernetes (default: REGISTRY/omnizoo:latest)",
+        help="container image that contains omnizoo, for Kubernetes (default: REGISTRY/omnizoo:latest)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the config and the layout, then print the job file. Errors appear before the job is queued."""
+    """Check the config and the layout, then print the job file. Returns 0.
+
+    The checks run now, so errors appear before the job is queued.
+    """
     check_arguments(args)
     config = load_config(args.config, args.overrides)
     layout = plan_layout(config.parallel, args.nodes * args.nproc)

@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program name; `sys.argv[1:]` if None.
 
     Returns:
-        0 for success, 1 for a failed run, 2 for a user error, 130 after Ctrl-C outside the training loop, 141 if
-        nobody reads the output of a command any more (`omnizoo recipes | head`).
+        0 for success, 1 for a failed run, 2 for a user error, 130 after Ctrl-C outside the training loop, 141 if the
+        program that reads the output has closed the pipe (as `head` does in `omnizoo recipes | head`).
     """
     prepare_streams()
     raise_open_files()
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Run one command and return its exit code. Errors of the user and of the system are printed as one line."""
+    """Run one command and return its exit code. User errors and known system errors are printed as one line."""
     try:
         problem = check_arguments(argv)
         if problem is not None:

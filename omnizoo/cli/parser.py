@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "Compare layouts with one process",
     "data": "Show samples as the model receives them, their lengths and mix",
     "launch": "Print a job file for Slurm or Kubernetes",
+    "convert": "Convert the config of another trainer",
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
     "recipes": "List the model families that have a recipe, and what is tested for each",
@@ -35,7 +36,7 @@ TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  #
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises `UserError` instead of exiting."""
+    """Parser that raises `UserError` for an invalid command line, instead of exiting."""
 
     commands: dict[str, "Parser"]  # subparser of each command; only set on the parser of `omnizoo`
 
@@ -77,6 +78,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     Returns:
         The arguments. `run` is the function to call, and `overrides` the list of `--section.key` flags.
+
+    Raises:
+        UserError: If the command or an argument is unknown or invalid. The message suggests a similar one.
     """
     command = argv[0] if argv else ""
     is_known = command in COMMANDS
@@ -100,21 +104,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def path_argument(text: str) -> Path:
-    """Return `text` as a path that system calls accept. argparse adds the name of the argument to errors."""
+    """Return `text` as a path. Raises an error if it is empty, too long or contains a NUL character."""
     if not text or "\0" in text or len(text) > MAX_PATH_LENGTH:
         raise argparse.ArgumentTypeError("expected the name of a file or folder")
     return Path(text)
 
 
 def allow_code(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that allow code in a model folder to run. Only the command line can allow it, not a file."""
+    """Add the flags that permit code which a model folder names or contains. Files cannot give this permission."""
     parser.add_argument(
         "--allow-code",
         metavar="MODULE",
         action="append",
         default=[],
-        help="Python module, with its submodules, that the folder may import encoders and decoders from; may be "
-        "repeated (default: none)",
+        help="Python module that the model folder may import encoders and decoders from; includes its submodules; may "
+        "be repeated (default: none)",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="permission to run Python code in the model folder"
@@ -139,14 +143,17 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
-    """Return a hint: a similar flag of the command, or the full key (`--train.steps` for `--steps`)."""
+    """Return a hint about an unknown argument.
+
+    The hint names a similar flag of the command, the full key (`--train.steps` for `--steps`), or the help command.
+    """
     flag = argument.partition("=")[0]
     flags = {name: name for name in parser._option_string_actions}
     if parser.prog.split()[-1] in TAKE_OVERRIDES:
         from omnizoo.config import reference
-        from omnizoo.config.foreign_keys import our_key
+        from omnizoo.config.foreign.lookup import hint_for
 
-        hint = our_key(flag.removeprefix("--"))
+        hint = hint_for(flag.removeprefix("--"))
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))

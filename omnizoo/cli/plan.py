@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 2**16
 GIB = 2**30
-PARTS_OF_A_STEP = {
+PARTS_OF_A_STEP = {  # field of the prediction -> label in the table
     "matmuls": "matmuls",
     "attention": "attention",
-    "memory": "other operators, by bytes of memory",
+    "memory": "other operators (limited by memory bandwidth)",
     "weights": "collectives of weights and gradients",
-    "exchanges": "collectives of tokens and keys that do not overlap",
-    "host": "waiting for the host",
+    "exchanges": "collectives of tokens and keys (without overlap)",
+    "host": "device idle, waiting for the host",
 }
 MAX_MODULES = 8  # maximum number of modules listed by activation memory or FLOPs
 
@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--world", metavar="N", type=int, default=8, help="world size to plan for (default: 8)")
     parser.add_argument(
-        "--device", default="h100", help="device: a100, h100, h200, b200, mi300x, or a YAML file (default: h100)"
+        "--device",
+        default="h100",
+        help="accelerator to plan for: a100, h100, h200, b200, mi300x, or a YAML file that describes one "
+        "(default: h100)",
     )
     parser.add_argument("--rank", metavar="R", type=int, default=0, help="rank to simulate (default: 0)")
     parser.add_argument(
@@ -53,14 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         type=float,
         default=1.0,
-        help="tokens that the experts of the rank receive / mean over all ranks (default: 1)",
+        help="load of MoE experts: tokens that this rank's experts receive, divided by the mean over all ranks "
+        "(default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="output as one JSON object instead of tables")
     parser.add_argument(
         "--html",
         metavar="OUT",
         type=path_argument,
-        help="HTML file for a page with the memory over the step (default: none)",
+        help="HTML file to write, with a chart of the memory during the step (default: none)",
     )
 
 
@@ -73,14 +77,14 @@ def run(args: argparse.Namespace) -> int:
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
     config, _ = resolve_names(config, with_weights=False)
     quiet()
-    from omnizoo.planning.advice import advise, room
+    from omnizoo.planning.advice import advise, usable_memory
     from omnizoo.planning.dry_run import Place, simulate
 
     place = Place(args.world, args.rank, device, args.imbalance)
     progress = Console(stderr=True, quiet=args.json)
     with progress.status("running the step without a device"):
         result = simulate(config, place)
-    fits = result.peak.bytes <= room(place)
+    fits = result.peak.bytes <= usable_memory(place)
     advice: list[Advice] = []
     if not fits:
         with progress.status("the step does not fit: testing changes of the config") as status:
@@ -117,7 +121,7 @@ def quiet() -> None:
 
 
 def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice]") -> dict[str, Any]:
-    """Return the plan as the JSON object of `--json`."""
+    """Return the plan as a JSON object, which `--json` prints."""
     from omnizoo.planning.advice import MARGIN
 
     peak = result.peak
@@ -219,7 +223,12 @@ def save_seconds(size: int, place: "Place") -> float:
 
 
 def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
-    """Return the number of calls and the FLOPs of each group of kernels, those with the most FLOPs first."""
+    """Return the number of calls and the FLOPs of each group of kernels, those with the most FLOPs first.
+
+    Args:
+        result: The simulated step.
+        group: Maps a kernel to its group: a `Kernel` without the fields that the group ignores.
+    """
     calls: Counter[Kernel] = Counter()
     flops: Counter[Kernel] = Counter()
     for kernel, (num_calls, num_flops) in result.kernels.items():
@@ -269,8 +278,8 @@ def memory_table(plan: dict[str, Any]) -> Table:
 
 
 def traffic_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the collectives, with the size of this rank's inputs in bytes."""
-    table = Table("collective", "axis", "calls", "MiB of input per rank", "reach", box=None)
+    """Return a table of the collectives, with the total size of this rank's inputs."""
+    table = Table("collective", "axis", "calls", "input per rank, MiB", "reach", box=None)
     for entry in plan["collectives"]:
         reach = "within a node" if entry["inside_node"] else "across nodes"
         if entry["host"]:
@@ -280,8 +289,8 @@ def traffic_table(plan: dict[str, Any]) -> Table:
 
 
 def kernel_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the kernels of matmuls and attention."""
-    table = Table("kernels of matmuls and attention", "dtype", "calls", "TFLOPs per rank", box=None)
+    """Return a table of the kernels that compute matmuls and attention."""
+    table = Table("kernel (matmul, attention)", "dtype", "calls", "TFLOPs per rank", box=None)
     for entry in plan["kernels"]:
         flops = f"{entry['flops'] / 1e12:,.2f}" if entry["flops"] else ""
         table.add_row(entry["kernel"], entry["dtype"], f"{entry['calls']:,}", flops)
@@ -289,11 +298,11 @@ def kernel_table(plan: dict[str, Any]) -> Table:
 
 
 def matmul_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the modules with the most FLOPs, for the forward and the backward pass."""
+    """Return a table of the modules whose matmuls have the most FLOPs, with columns for forward and backward."""
     by_module: dict[str, dict[str, float]] = {}
     for entry in plan["matmul_flops"]:
         by_module.setdefault(entry["module"], {})[entry["phase"]] = entry["flops"] / 1e12
-    table = Table("matmuls of", "TFLOPs forward", "TFLOPs backward", box=None)
+    table = Table("matmuls by module", "TFLOPs forward", "TFLOPs backward", box=None)
     for module, tflops in list(by_module.items())[:MAX_MODULES]:
         table.add_row(module, f"{tflops.get('forward', 0):,.2f}", f"{tflops.get('backward', 0):,.2f}")
     return table
@@ -301,7 +310,7 @@ def matmul_table(plan: dict[str, Any]) -> Table:
 
 def host_sync_table(plan: dict[str, Any]) -> Table:
     """Return a table of the lines of code that cause host syncs."""
-    table = Table("host syncs in", "cause", "per step", box=None)
+    table = Table("host sync at", "cause", "per step", box=None)
     for entry in plan["host_syncs"]:
         table.add_row(entry["where"], f"{entry['kind']}: {entry['operator']}", f"{entry['count']:,}")
     return table
@@ -331,5 +340,5 @@ def show_verdict(plan: dict[str, Any], place: "Place", device: str, console: Con
         changes = ", ".join(f"{key}: {str(value).lower()}" for key, value in advice["change"].items())
         console.print(f"  with {changes}: {advice['peak_memory_gb']:,.1f} GiB")
     if not plan["fits"] and not plan["advice"]:
-        console.print("  none of the tested changes of `parallel` and `train` saves memory")
-    console.print(f"[dim]{plan['seconds']:.0f} s[/]")
+        console.print("  no tested change of the sections `parallel` and `train` saves memory")
+    console.print(f"[dim]planned in {plan['seconds']:.0f} s[/]")

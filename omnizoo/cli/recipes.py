@@ -12,13 +12,17 @@ from omnizoo.cli.render_file import render_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `omnizoo recipes`."""
     parser.add_argument(
-        "--markdown", metavar="FILE", type=path_argument, help="file for the list as Markdown (default: printed)"
+        "--markdown",
+        metavar="FILE",
+        type=path_argument,
+        help="Markdown file to write the list to, instead of printing it (default: none)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list, or write it to the file `--markdown`. Returns 0."""
+    """Print the list of families, or write it to the file in `--markdown`. Returns 0."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity(logging.CRITICAL)  # warnings about default configs are irrelevant here
@@ -30,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_markdown(path: Path) -> None:
-    """Write the list as Markdown tables."""
+    """Write the list of families as Markdown tables."""
     from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, REFUSED, families
 
     text = render_file(
@@ -44,7 +48,7 @@ def write_markdown(path: Path) -> None:
 
 
 def print_tables() -> None:
-    """Print the list as tables."""
+    """Print the list of families as tables."""
     from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 
     columns = ("family", "models", "kind", "lines of recipe", "shared lines", *CAPABILITIES)

@@ -25,6 +25,6 @@ def render_file(template: str, **values: Any) -> str:
 
 
 def fish_quoted(text: str) -> str:
-    """Quote text for fish, in which single quotes and backslashes are escaped inside single quotes."""
+    """Quote text for the fish shell. Inside single quotes, a backslash escapes single quotes and backslashes."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

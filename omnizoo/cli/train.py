@@ -25,22 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         metavar="N",
         type=int,
-        help="number of ranks to start on this machine (default: 1, or those that torchrun or Slurm has started: "
-        "`torchrun --nnodes ... -m omnizoo train CONFIG`)",
+        help="number of ranks to start on this machine (default: 1); not allowed if torchrun or Slurm starts the "
+        "ranks, as in `torchrun --nnodes ... -m omnizoo train CONFIG`",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="print timing details, as --log.verbose true does")
+    parser.add_argument("-v", "--verbose", action="store_true", help="timing details, the same as --log.verbose true")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the config and the layout, then train in this process or in `--nproc` ranks. Returns the exit code."""
     continue_without_output()
     clock = StartClock(whole_process=True)
-    place = place_in_world()
+    rank_and_world = place_in_world()
     overrides = args.overrides
     if args.verbose:
         overrides = [*overrides, "--log.verbose", "true"]
     config = load_config(args.config, overrides)
-    started_ranks = place[1] if place else None
+    started_ranks = rank_and_world[1] if rank_and_world else None
     check_nproc(args.nproc, started_ranks)
     num_tasks = tasks_without_srun()
     if args.nproc is None and num_tasks:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     except (MemoryError, RuntimeError, OSError, UnicodeEncodeError) as error:
         if isinstance(error, TrainingError):
             raise
-        rank = place[0] if place else 0
+        rank = rank_and_world[0] if rank_and_world else 0
         message = expected_failure(rank, error)
         if message is None:
             raise
@@ -74,7 +74,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_nproc(nproc: int | None, started_ranks: int | None = None) -> None:
-    """Check `--nproc`, which must not be set if torchrun or Slurm has started the ranks."""
+    """Check `--nproc`, which must not be set if torchrun or Slurm has started the ranks.
+
+    Args:
+        nproc: Value of `--nproc`; None if it is not set.
+        started_ranks: Number of ranks that torchrun or Slurm has started; None if neither of them is used.
+
+    Raises:
+        UserError: If the value is out of range, or the ranks are already started.
+    """
     if nproc is None:
         return
     if not 1 <= nproc <= MAX_RANKS:

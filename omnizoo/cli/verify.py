@@ -30,14 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         default="all",
-        help="layouts to compare: `all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2 (default: all)",
+        help="layouts to compare: `all`, `few` (up to three that use every axis), or a list such as "
+        "dp2.uly2,ring4,rep2.dp2.ep2 (default: all)",
     )
     parser.add_argument(
         "--precision",
         choices=("fp32", "fp64", "bf16"),
         default="fp32",
-        help="dtype of the layouts; bf16 is compared with fp32, with the error of one process in bf16 as the tolerance "
-        "(default: fp32)",
+        help="dtype of the layouts; bf16 results are compared with one process in fp32, and their tolerance is a "
+        "multiple of the error of one process in bf16 (default: fp32)",
     )
     parser.add_argument(
         "--device",
@@ -47,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--families",
-        help="model types of transformers to verify: a list, `all` (those with a recipe), or `many` (default: the "
-        "model of the config)",
+        help="model types of transformers to verify: a list, `all` (text models with a recipe), or `many` (a fixed "
+        "selection, also without recipes) (default: the model of the config)",
     )
     parser.add_argument(
-        "--markdown", metavar="FILE", type=Path, help="file for the results as a Markdown table (default: none)"
+        "--markdown", metavar="FILE", type=Path, help="Markdown file to write the results to (default: none)"
     )
 
 
@@ -108,7 +109,7 @@ def family_names(families: str) -> list[str]:
     from omnizoo.recipes.zoo import families as zoo
     from omnizoo.verification.prepare import check_family
 
-    # `all` excludes multimodal families: they need rows and settings of their own, which are in examples/published.
+    # `all` excludes multimodal families. Each of them needs different rows and settings: see examples/published.
     if families == "all":
         names = [entry.family for entry in zoo() if not entry.is_omni]
     elif families == "many":
@@ -123,7 +124,19 @@ def family_names(families: str) -> list[str]:
 def try_layouts(
     config: Config, family: str | None, args: argparse.Namespace, folder: Path, console: Console
 ) -> list["Verdict"]:
-    """Compare each layout in `args` with one process, for the config's model or for a `family`."""
+    """Compare each layout in `args` with one process.
+
+    Args:
+        config: The user's config.
+        family: Model type to verify instead of the model in the config; None for the model in the config.
+        args: The command line.
+        folder: Folder for the scaled-down config and the results of one process.
+        console: Shows the progress.
+
+    Raises:
+        UserError: If the model cannot be trained.
+        RankError: If a rank of the config's model failed. For a family, the verdict contains the error instead.
+    """
     from transformers.utils import logging as transformers_logging
 
     from omnizoo.verification.compare import failed, verdict_of
@@ -190,7 +203,7 @@ def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
 
 
 def as_markdown(verdicts: dict[str, list["Verdict"]], errors: dict[str, str], world: int, precision: str) -> str:
-    """Return the results as a Markdown page with one line per family."""
+    """Return the results as a Markdown page with one table row per family."""
     agreeing = []
     for name, family_verdicts in verdicts.items():
         if all(verdict.passed for verdict in family_verdicts):

@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
 from omnizoo.config.errors import MAX_MISTAKES, join_mistakes, shorten, show_value
-from omnizoo.config.foreign_keys import moved_key, our_key
+from omnizoo.config.foreign.lookup import hint_for
+from omnizoo.config.moved_keys import moved_key
 from omnizoo.config.sections.base import MAX_TEXT_LENGTH
 from omnizoo.config.sections.loss_options import LOSSES
 from omnizoo.config.sections.optimizer_options import OPTIMIZERS
@@ -101,7 +102,7 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: KeyOrigin) -> st
     """Return the message for one mistake."""
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
-            return _explain_unknown(loc, origin)
+            return _explain_unknown(loc, data, origin)
         case "missing" if loc == detail["loc"]:
             return _explain_missing(loc, origin)
         case "value_error":
@@ -110,7 +111,7 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: KeyOrigin) -> st
             return _explain_value(loc, kind, data, origin)
 
 
-def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
+def _explain_unknown(loc: Loc, data: Any, origin: KeyOrigin) -> str:
     """Explain a key that is not in the schema. Suggest its new name, our equivalent of it, or a similar key."""
     key = _dotted(loc)
     typed_key = origin.typed_key(key)
@@ -118,7 +119,7 @@ def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
     key = typed_key or key
     if (moved := moved_key(key)) is not None:
         return f"{where}: {moved}"
-    return f"{where}: {shorten(key)} is not a key; {_suggest(key)}"
+    return f"{where}: {shorten(key)} is not a key; {_suggest(key, _value_at(loc, data))}"
 
 
 def _explain_missing(loc: Loc, origin: KeyOrigin) -> str:
@@ -158,7 +159,16 @@ def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
     return f"{where}: {key} is {show_value(value)}; expected {expected}{hint}"
 
 
-def _suggest(key: str) -> str:
+def _value_at(loc: Loc, data: Any) -> Any:
+    """Return the value at `loc`; None if the path leaves the nested mappings."""
+    for part in loc:
+        if not isinstance(data, dict) or part not in data:
+            return None
+        data = data[part]
+    return data
+
+
+def _suggest(key: str, value: Any) -> str:
     """Return a hint about the key that the user may have meant, to be appended to "... is not a key; "."""
     parent, _, name = key.rpartition(".")
     section = key.partition(".")[0]
@@ -169,8 +179,8 @@ def _suggest(key: str) -> str:
         return keys_help
     if reference.schema_key(key) in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
-    replacement = our_key(name)
-    if replacement is not None and parent in ("", *reference.sections()):
+    replacement = hint_for(key, value)
+    if replacement is not None:
         return replacement
     similar = _options_named(key) or [_with_indices_of(key, candidate) for candidate in _similar_keys(key)]
     return f"did you mean {' or '.join(similar)}?" if similar else keys_help

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from omnizoo.config import reference
 from omnizoo.config.error_text import KeyOrigin, explain
 from omnizoo.config.errors import UserError, show_value
+from omnizoo.config.foreign.lookup import detect_foreign
 from omnizoo.config.overrides import apply_overrides, parse_overrides
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import PythonObject
@@ -73,7 +74,18 @@ def load_config(
     try:
         return Config.model_validate(data)
     except ValidationError as error:
+        _check_trainer(data, path)
         raise UserError(explain(error, data, KeyOrigin(path, lines, tuple(changes)))) from None
+
+
+def _check_trainer(data: Mapping[str, Any], path: str) -> None:
+    """Raise `UserError` if an invalid config is that of another trainer."""
+    trainer = detect_foreign(data)
+    if trainer is not None and path != IN_PYTHON:
+        raise UserError(
+            f"{path}: this is a config of {trainer.title}. Run `omnizoo convert {path} --out NEW.yaml` and use "
+            "the new file."
+        )
 
 
 def read_config_file(config: str | Path | Mapping[str, Any] | Config) -> tuple[Any, dict[str, int], str]:

@@ -1,4 +1,7 @@
-"""Generate responses to chat messages. Messages are rendered as in training, and a response is a list of pieces."""
+"""Generate responses to chat messages.
+
+Messages are rendered as in training. A response is a list of pieces: text, media items and the output of followers.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +43,7 @@ class Request:
     Args:
         prompt: Prompt from the renderer.
         sampling: Temperature, top-k, top-p, and a generator that no other request uses.
-        on_piece: Called with a piece of the response whenever it grows.
+        on_piece: Called with a piece of the response whenever this piece grows.
     """
 
     prompt: RenderedRow
@@ -71,8 +74,8 @@ class ChatModel(GenerativeModel):
             sampling: Temperature, top-k, top-p and generator. Default: temperature 1, no top-k or top-p.
             max_tokens: Maximum number of generated text tokens.
             folder: Folder that media paths in `messages` are relative to.
-            followed: Options for followers, which generate beside the text, such as `{"speaker": "ethan"}` for a
-                talker. If None, followers do not run.
+            followed: Options for followers, which generate output in addition to the text, such as
+                `{"speaker": "ethan"}` for a talker. If None, followers do not run.
 
         Returns:
             The pieces of the response: text, media items, and the output of the followers.
@@ -120,14 +123,22 @@ class ChatModel(GenerativeModel):
         return [responses[number] for number in range(len(prompts))]
 
     def prompt(self, messages: list[dict[str, Any]] | str, folder: MediaFolder = HERE) -> RenderedRow:
-        """Render messages as a prompt. Media paths are relative to `folder`."""
+        """Render messages as a prompt.
+
+        Args:
+            messages: See `write`.
+            folder: Folder that media paths in `messages` are relative to.
+
+        Raises:
+            UserError: If the messages or their media cannot be used.
+        """
         try:
             return self.renderer.prompt(messages, folder.find)
         except (BadRow, BadMedia) as reason:
             raise UserError(f"prompt: {reason}{self.recipe_hint()}") from None
 
     def seeded(self, seed: int) -> torch.Generator:
-        """Return a random generator on the device of the model."""
+        """Return a new random generator with this seed, on the device of the model."""
         return torch.Generator(self.model.device).manual_seed(seed)
 
     def recipe_hint(self) -> str:
@@ -152,7 +163,7 @@ class ChatModel(GenerativeModel):
             prompt: Prompt from the renderer.
             sampling: See `write`.
             max_tokens: See `write`.
-            on_piece: Called with a piece whenever it grows.
+            on_piece: Called with a piece of the response whenever this piece grows.
             followed: See `write`.
 
         Returns:
@@ -177,14 +188,14 @@ class ChatModel(GenerativeModel):
         """Generate the responses to rendered prompts, `batch` of them at once.
 
         Args:
-            requests: The prompts. They are read when there is room for them.
+            requests: The prompts. Each of them is read when its response is about to be generated.
             max_tokens: See `write`.
             batch: Maximum number of responses to generate at once. Followers process one response at a time.
             followed: See `write`.
 
         Yields:
-            The number of a prompt, and its pieces or the reason why there is no response, in the order in which the
-            responses are finished.
+            The number of a prompt, and the pieces of its response, or an error if there is no response. Responses are
+            yielded in the order in which they finish.
         """
         prepared: dict[int, PreparedPrompt] = {}
 
@@ -204,7 +215,7 @@ class ChatModel(GenerativeModel):
             yield number, outcome
 
     def _prepare(self, request: Request) -> PreparedPrompt:
-        """Prepare the media of a prompt for the encoders."""
+        """Decode the media of a prompt. Raises `UserError` if the prompt is empty or a media item cannot be used."""
         if not len(request.prompt):
             raise UserError("prompt: empty. Pass at least one token.")
         try:
@@ -219,7 +230,7 @@ class ChatModel(GenerativeModel):
     def _follow(
         self, prompt: PreparedPrompt, pieces: Sequence[GeneratedPiece], followed: Mapping[str, Any]
     ) -> list[GeneratedPiece]:
-        """Run the followers on a prompt and the text of its response."""
+        """Run the followers on a prompt and the text of its response, and return their output."""
         response = [token for piece in pieces for token in piece.ids]
         if not response:
             return []
@@ -246,7 +257,7 @@ class ChatModel(GenerativeModel):
 
         Args:
             pieces: The pieces of the response.
-            expected: The expected items of decoders, in order.
+            expected: The expected items that decoders generate, in order.
         """
         generated = [piece for piece in pieces if piece.modality in self.modalities and self._decodes(piece.modality)]
         if [piece.modality for piece in generated] != [item.port.modality for item in expected]:
@@ -272,12 +283,12 @@ class ChatModel(GenerativeModel):
         return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
 
     def _end_of_turn(self) -> list[int]:
-        """Return the tokens that end a response, from the generation config and the chat template."""
+        """Return the ids of tokens that end a response, from the generation config and the chat template."""
         generation_config = getattr(self.model, "generation_config", None)
-        declared = getattr(generation_config, "eos_token_id", None)
-        if declared is None:
+        eos_ids = getattr(generation_config, "eos_token_id", None)
+        if eos_ids is None:
             return list(self.renderer.end_of_turn())
-        end_ids = declared if isinstance(declared, list) else [declared]
+        end_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
         return [*end_ids, *self.renderer.end_of_turn()]
 
 
@@ -299,8 +310,8 @@ def load_chat_model(
         dtype: Dtype of the weights.
         allow_code: Python modules that the folder may import code from.
         trust_remote_code: Whether to run Python code from the folder.
-        recipe: `package.module:RECIPE` for a model family without a built-in recipe. Default: that of the run.
-        base: For an adapter: folder of its base model. Default: the folder that the adapter names.
+        recipe: `package.module:RECIPE` for a model family without a built-in recipe. Default: the recipe of the run.
+        base: Folder of the base model of an adapter. Default: the folder that the adapter names.
 
     Returns:
         The model in evaluation mode, with its tokenizer and renderer.
@@ -332,8 +343,11 @@ def chat_model_from(
         model: The model.
         spec: The section `model` of the config.
         tokenizer: The tokenizer, with its chat template.
-        thinking: Treatment of the reasoning of assistant messages.
-        support: That of an earlier copy of the same model, which has possibly been checked.
+        thinking: How the reasoning in assistant messages is rendered.
+        support: The `support` of an earlier chat model with the same architecture, so it is checked only once.
+
+    Raises:
+        UserError: If the tokenizer has more tokens than the model.
     """
     check_vocabulary(model, tokenizer)
     media = media_model(model)

@@ -1,7 +1,7 @@
-"""Conversations that a model continues: one alone, or several together, with one token each per forward pass.
+"""Continue one or several conversations, with one token of each conversation per forward pass.
 
-Prompts are processed one at a time, so a prompt with media runs as in training. Their KV caches are then joined for
-the following tokens, with padding on the left.
+Prompts are processed one at a time, so a prompt with media runs as in training. The KV caches of the prompts are then
+joined for the following tokens, with padding on the left.
 """
 
 import logging
@@ -23,9 +23,9 @@ from omnizoo.models.media.batch import prompt_batch
 from omnizoo.models.media.media_model import MediaModel
 
 log = logging.getLogger(__name__)
-PLACE = 0  # token id recorded for a position whose input is an embedding; only the number of ids matters
-# Maximum difference between logits computed together and alone, relative to the largest logit. Rounding alone differs
-# by about 1e-6 in fp32, and by 1e-2 in bf16.
+EMBEDDING_ID = 0  # stored as the token id of a position whose input is an embedding; only the number of ids matters
+# Maximum difference between logits computed jointly and separately, relative to the largest logit. Rounding errors
+# cause differences of about 1e-6 in fp32 and 1e-2 in bf16.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -57,10 +57,13 @@ class Conversation:
 
         The embedding occupies one position in the sequence.
         """
-        return self._run(self.media.language, [PLACE], inputs_embeds=embedding[None, None])
+        return self._run(self.media.language, [EMBEDDING_ID], inputs_embeds=embedding[None, None])
 
     def positions(self, count: int) -> torch.Tensor | None:
-        """Return the position ids `[rows per token, 1, count]` of the last tokens. None if they count the tokens."""
+        """Return the position ids `[ids per token, 1, count]` of the last `count` tokens.
+
+        None if the position id of each token is its index, which is the default of transformers.
+        """
         if self.media.positions is None:
             return None
         positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -count:]
@@ -80,7 +83,11 @@ class Conversation:
 def run_last(
     module: PreTrainedModel, media: MediaModel, cache: DynamicCache, inputs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `module` on the next positions, and return logits and hidden states of the last one, `[rows, ...]` each."""
+    """Run `module` on the next positions of all rows.
+
+    Returns:
+        The logits `[rows, vocabulary]` and hidden states `[rows, width]` of the last position.
+    """
     hidden_states: list[torch.Tensor] = []
     last = torch.tensor([-1], device=module.device)
     with last_hidden_state(media.language, hidden_states.append):
@@ -90,13 +97,13 @@ def run_last(
 
 @dataclass
 class JointSupport:
-    """Whether a model can continue several conversations in one forward pass, as far as is known."""
+    """Result of the checks whether a model can continue several conversations in one forward pass."""
 
-    is_checked: bool = False  # whether logits were compared with those of each conversation alone
-    obstacle: str | None = None  # why the model cannot; None if it can, as far as is known
+    is_checked: bool = False  # whether logits were compared with those of separate forward passes
+    obstacle: str | None = None  # why the model cannot do this; None if no check has failed
 
     def refuse(self, model: PreTrainedModel, obstacle: str) -> None:
-        """Note that the model cannot continue several conversations in one forward pass, and log the reason."""
+        """Store and log the reason why the model cannot continue several conversations in one forward pass."""
         self.obstacle = obstacle
         log.warning("%s responds to one prompt at a time, because %s.", type(model).__name__, obstacle)
 
@@ -104,8 +111,9 @@ class JointSupport:
 class ConversationBatch:
     """Conversations that are continued together, one token each per step.
 
-    The first step with padding is compared with each conversation alone. If the model's code ignores the mask or the
-    positions of padded rows, the conversations are continued one at a time.
+    The results of the first step with padding are compared with those of separate forward passes. If they differ,
+    because the model's code ignores the mask or the positions of padded rows, conversations are continued one at a
+    time.
     """
 
     def __init__(self, model: PreTrainedModel, media: MediaModel, support: JointSupport) -> None:
@@ -129,7 +137,7 @@ class ConversationBatch:
         self._write_joined([token_of[id(row)] for row in self.rows])
 
     def separate(self, rows: Sequence[Conversation]) -> None:
-        """Remove conversations from the joined cache. Each continues with its own cache."""
+        """Move conversations from the joined cache to separate caches."""
         leaving = [row for row in rows if row in self.rows]
         for row in leaving:
             assert self.cache is not None
@@ -137,7 +145,7 @@ class ConversationBatch:
         self.drop(leaving)
 
     def drop(self, rows: Sequence[Conversation]) -> None:
-        """Remove conversations that have ended from the joined cache."""
+        """Remove finished conversations from the joined cache. Their part of the cache is deleted."""
         kept = [i for i, row in enumerate(self.rows) if row not in rows]
         if len(kept) == len(self.rows):
             return
@@ -169,25 +177,25 @@ class ConversationBatch:
             row.cache = DynamicCache(config=self.media.language.config)  # free the memory
 
     def _write_joined(self, tokens: Sequence[int]) -> None:
-        """Run the model on one more token of all conversations in the joined cache."""
+        """Run the model on one more token of each conversation in the joined cache."""
         assert self.cache is not None
         lengths = [len(row.ids) + 1 for row in self.rows]
         has_padding = min(lengths) < max(lengths)
-        alone = self._write_alone(tokens) if has_padding and not self.support.is_checked else []
+        references = self._write_separately(tokens) if has_padding and not self.support.is_checked else []
 
         for row, token in zip(self.rows, tokens, strict=True):
             row.ids.append(token)
         logits, hidden = run_last(self.model, self.media, self.cache, self._inputs(tokens, lengths))
         for i, row in enumerate(self.rows):
             row.logits, row.hidden = logits[i], hidden[i]
-        if alone:
-            self._compare(alone)
+        if references:
+            self._compare(references)
 
     def _inputs(self, tokens: Sequence[int], lengths: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the inputs of a step: the tokens `[rows, 1]`, their positions, and the mask of padded positions."""
         device = self.model.device
         counts = torch.tensor(lengths, device=device)[:, None]
-        offsets = torch.arange(max(lengths), 0, -1, device=device)  # number of positions up to the end, from here
+        offsets = torch.arange(max(lengths), 0, -1, device=device)  # number of positions from here to the end
         positions = [row.positions(1) for row in self.rows]
         position_ids = counts - 1
         if self.media.positions is not None:
@@ -198,8 +206,8 @@ class ConversationBatch:
             "attention_mask": (offsets <= counts).long(),
         }
 
-    def _write_alone(self, tokens: Sequence[int]) -> list[Conversation]:
-        """Return a copy of each conversation, continued alone by its token."""
+    def _write_separately(self, tokens: Sequence[int]) -> list[Conversation]:
+        """Copy each conversation, and run the model on its token in a separate forward pass. Return the copies."""
         assert self.cache is not None
         copies = []
         for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
@@ -210,11 +218,14 @@ class ConversationBatch:
             copies.append(copied)
         return copies
 
-    def _compare(self, alone: Sequence[Conversation]) -> None:
-        """Compare logits with those of each conversation alone. If they differ, continue the conversations alone."""
+    def _compare(self, references: Sequence[Conversation]) -> None:
+        """Compare the logits with those of separate forward passes.
+
+        If they differ, the conversations continue from the separate results, and joint forward passes are disabled.
+        """
         self.support.is_checked = True
         tolerance = TOLERANCE.get(self.model.dtype, 0.1)
-        expected = torch.stack([copied.logits for copied in alone]).double()
+        expected = torch.stack([reference.logits for reference in references]).double()
         actual = torch.stack([row.logits for row in self.rows]).double()
         difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
         if difference <= tolerance or not torch.isfinite(expected).all():
@@ -223,6 +234,6 @@ class ConversationBatch:
             self.model,
             f"its code does not keep padded rows apart (logits differ by {difference:.1g} of the largest one)",
         )
-        for row, copied in zip(self.rows, alone, strict=True):
-            row.cache, row.logits, row.hidden = copied.cache, copied.logits, copied.hidden
+        for row, reference in zip(self.rows, references, strict=True):
+            row.cache, row.logits, row.hidden = reference.cache, reference.logits, reference.hidden
         self.rows, self.cache = [], None

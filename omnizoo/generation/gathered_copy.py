@@ -40,9 +40,9 @@ def whole_copy(model: nn.Module, config: Config, mesh: Mesh) -> PreTrainedModel 
 
 
 def _empty_copy(config: Config, device: torch.device) -> PreTrainedModel:
-    """Build the model as `load_whole` does, without weights from files.
+    """Build the model as `load_whole` does, but without loading weights from files.
 
-    The weights that the constructor initializes are overwritten later. The random state of the run does not change.
+    `whole_copy` overwrites the weights that the constructor initializes. The global random state does not change.
     """
     model_config = read_model_config(config.model)
     trust_remote_code = config.model.trust_remote_code

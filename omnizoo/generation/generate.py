@@ -43,7 +43,7 @@ class PreparedPrompt:
         ids: Token ids of the prompt.
         items: Media items of the prompt, prepared for the encoders.
         sampling: Temperature, top-k, top-p and the generator of this prompt.
-        on_piece: Called with a piece whenever it grows.
+        on_piece: Called with a piece of the response whenever this piece grows.
     """
 
     ids: Sequence[int]
@@ -60,7 +60,7 @@ class Response:
     prompt: PreparedPrompt
     conversation: Conversation
     pieces: list[GeneratedPiece] = field(default_factory=list)
-    num_drawn: int = 0  # number of tokens drawn from the logits
+    num_drawn: int = 0  # number of tokens sampled from the logits
     is_done: bool = False
     error: UserError | None = None
 
@@ -77,7 +77,7 @@ class Response:
         self.prompt.on_piece(piece)
 
 
-# The pieces of the response to a prompt, or the reason why there is no response.
+# The pieces of the response to a prompt, or an error with the reason why there is no response.
 Outcome = list[GeneratedPiece] | UserError
 
 
@@ -86,7 +86,7 @@ class TokenRules:
     """Tokens with a special effect on a response, and its maximum length."""
 
     begin: Mapping[int, Modality]  # tokens that begin a media item
-    excluded: torch.Tensor  # ids that are never sampled as text: placeholder tokens, and reserved ids of decoders
+    excluded: torch.Tensor  # token ids that are never sampled: placeholder tokens, and reserved ids of decoders
     stop: Collection[int]  # tokens that end the response
     max_tokens: int
 
@@ -106,8 +106,13 @@ class GenerativeModel:
     ) -> list[GeneratedPiece]:
         """Run each follower on a conversation that ends with the response, and return one piece per follower.
 
-        Each follower processes the conversation in one forward pass, as in training. `options` has the same keys as the
-        options of a media item in a row.
+        Each follower processes the conversation in one forward pass, as in training.
+
+        Args:
+            ids: Token ids of the conversation.
+            items: Media items of the conversation, prepared for the encoders.
+            options: Options of the generated item, with the same keys as the options of a media item in a row.
+            sampling: Temperature, top-k, top-p and generator.
         """
         pieces = []
         for module in self.media.modules_of("follower"):
@@ -135,16 +140,17 @@ class GenerativeModel:
         A response depends neither on the other prompts nor on `batch`, except for rounding.
 
         Args:
-            prompts: The prompts, which are read when there is room for them, or reasons why there is no prompt.
+            prompts: The prompts, or an error in place of a prompt that cannot be used. Each of them is read when its
+                response is about to be generated.
             max_tokens: Maximum number of text tokens of a response. Placeholder tokens of generated items do not
-                count, because a decoder ends its items itself. A model that generates no text generates one item of at
-                most this many placeholder tokens.
+                count, because decoders limit the length of items. A model that generates no text generates one item of
+                at most this many placeholder tokens.
             stop: Tokens that end a response, in addition to the tokenizer's end-of-sequence token.
             batch: Maximum number of responses to generate at once.
             support: Whether the model can continue several responses in one forward pass.
 
         Yields:
-            The number of a prompt and its response, in the order in which they are finished.
+            The number of a prompt and its response. Responses are yielded in the order in which they finish.
         """
         rules = TokenRules(
             begin=self._begin_tokens(),
@@ -152,7 +158,7 @@ class GenerativeModel:
             stop={*stop, self.tokenizer.eos_token_id},
             max_tokens=max_tokens,
         )
-        joint = ConversationBatch(self.model, self.media, support)
+        conversations = ConversationBatch(self.model, self.media, support)
         waiting = enumerate(prompts)
         unfinished: list[Response] = []
         while True:
@@ -168,14 +174,17 @@ class GenerativeModel:
                     unfinished.append(response)
             if not unfinished:
                 return
-            self._advance(unfinished, joint, rules)
+            self._advance(unfinished, conversations, rules)
             for response in unfinished:
                 if response.is_done:
                     yield response.number, response.error or response.pieces
             unfinished = [response for response in unfinished if not response.is_done]
 
-    def _advance(self, responses: Sequence[Response], joint: ConversationBatch, rules: TokenRules) -> None:
-        """Draw one token for each response, and run the model on the tokens of the responses that continue."""
+    def _advance(self, responses: Sequence[Response], conversations: ConversationBatch, rules: TokenRules) -> None:
+        """Sample one token for each response, and run the model on the tokens of the unfinished responses.
+
+        A begin token starts the generation of a media item.
+        """
         continued = []
         tokens = []
         for response, token in zip(responses, _draw(responses, rules.excluded), strict=True):
@@ -184,7 +193,7 @@ class GenerativeModel:
             if token is None or token in rules.stop:
                 response.is_done = True
             elif token in rules.begin:
-                joint.separate([response.conversation])
+                conversations.separate([response.conversation])
                 response.add_item(self._generate_item(response, rules.begin[token], token))
                 response.is_done = is_last
             else:
@@ -193,9 +202,9 @@ class GenerativeModel:
                 if not is_last:
                     continued.append(response.conversation)
                     tokens.append(token)
-        joint.drop([response.conversation for response in responses if response.is_done])
+        conversations.drop([response.conversation for response in responses if response.is_done])
         if continued:
-            joint.write(continued, tokens)
+            conversations.write(continued, tokens)
 
     def _begin_tokens(self) -> dict[int, Modality]:
         """Return the modalities that can be generated, by the id of their begin token."""
@@ -206,7 +215,7 @@ class GenerativeModel:
         return by_token
 
     def _excluded_ids(self) -> list[int]:
-        """Return the placeholder tokens, and the reserved ids of decoders."""
+        """Return the token ids that are never sampled: placeholder tokens, and the reserved ids of decoders."""
         ids: list[int] = []
         for modality in self.modalities.values():
             if modality.placeholder:
@@ -216,7 +225,12 @@ class GenerativeModel:
         return ids
 
     def _generate_only_item(self, prompt: PreparedPrompt, max_placeholders: int) -> GeneratedPiece:
-        """Generate the response of a model that generates no text: one item of at most `max_placeholders` tokens."""
+        """Generate the response of a model that generates no text: one item.
+
+        Args:
+            prompt: The prompt.
+            max_placeholders: Maximum number of placeholder tokens of the item.
+        """
         generated = [modality for modality in self.modalities.values() if modality.decoder is not None]
         modality = generated[0]
         decoder = modality.decoder
@@ -241,9 +255,9 @@ class GenerativeModel:
 
 
 def _draw(responses: Sequence[Response], excluded: torch.Tensor) -> list[int | None]:
-    """Draw the next token of each response from its logits. None if they are not finite, which ends the response.
+    """Sample the next token of each response from its logits, with the random generator of its prompt.
 
-    Each prompt has its own random generator.
+    If the logits are not finite, the token is None, and an error is stored in the response.
     """
     logits = torch.stack([response.conversation.logits for response in responses])
     is_finite = torch.isfinite(logits).all(-1).tolist()

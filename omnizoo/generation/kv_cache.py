@@ -1,7 +1,7 @@
-"""Join the KV caches of several conversations to one cache with padding on the left, and take them apart again.
+"""Join the KV caches of several conversations to one cache with padding on the left, and split this cache again.
 
-Only caches of attention layers can be joined. The caches are those of transformers, whose `generate` also pads on the
-left; joining them after the prompts is our own, because transformers processes all prompts of a batch at once.
+Only caches of attention layers can be joined. The cache classes are those of transformers. Its `generate` also pads on
+the left, but has no function to join caches, because it processes all prompts of a batch at once.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ def join_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
 
 
 def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
-    """Return the cache of one row, without its padding: the last `length` positions."""
+    """Return the last `length` positions of one row as a separate cache, which removes the padding of the row."""
     return resized(cache, length, [row])
 
 
 def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None) -> DynamicCache:
-    """Return a cache of `length` positions: padding is added or removed on the left.
+    """Return a copy of a cache with `length` positions. Padding is added or removed on the left.
 
     Args:
         cache: The cache, which is not changed.
         length: Number of positions.
-        rows: Rows to keep; None keeps all.
+        rows: Indices of the rows to keep; None keeps all rows.
     """
     result = copy(cache)
     result.layers = [_resized_layer(layer, length, rows) for layer in cache.layers]
@@ -47,24 +47,24 @@ def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None)
 
 
 def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
-    """Return a cache layer resized to `length` positions. A sliding-window layer keeps the newest of its window."""
+    """Return a cache layer with `length` positions, or with the newest ones if a sliding window limits their number."""
     result = copy(layer)
     if not layer.is_initialized:
         return result
-    kept = length
+    num_positions = length
     if isinstance(layer, DynamicSlidingWindowLayer):
-        kept = min(length, layer.sliding_window - 1)
+        num_positions = min(length, layer.sliding_window - 1)
         result.cumulative_length = length
     for name in ("keys", "values"):
         states = getattr(layer, name)
         if rows is not None:
             states = states[list(rows)]
-        setattr(result, name, pad(states, (0, 0, kept - states.shape[-2], 0)))
+        setattr(result, name, pad(states, (0, 0, num_positions - states.shape[-2], 0)))
     return result
 
 
 def _join_layers(layers: Sequence[Any]) -> None:
     """Append the keys and values `[rows, heads, positions, width]` of the other layers to those of the first."""
-    if layers[0].is_initialized:  # a layer that shares the keys of another layer has none
+    if layers[0].is_initialized:  # False for layers that use the keys and values of another layer
         layers[0].keys = torch.cat([layer.keys for layer in layers])
         layers[0].values = torch.cat([layer.values for layer in layers])

@@ -29,8 +29,8 @@ class FolderOptions:
     Args:
         allow_code: Python modules that the folder may import code from.
         trust_remote_code: Whether to run Python code from the folder.
-        recipe: `package.module:RECIPE` for a family without a built-in recipe; None: that of the run, if any.
-        base: For an adapter folder: folder of the base model; None: the folder that the adapter names.
+        recipe: `package.module:RECIPE` for a family without a built-in recipe; None for the recipe of the run, if any.
+        base: Folder of the base model of an adapter folder; None for the folder that the adapter names.
     """
 
     allow_code: Sequence[str] = ()
@@ -50,7 +50,7 @@ def model_section(
     Args:
         folder: A Hugging Face folder, a name on the hub, a PEFT adapter, a run folder or a checkpoint.
         options: Settings for loading the folder.
-        note: Called with a line about an export or a base model.
+        note: Called with a message about an export or a base model.
 
     Raises:
         UserError: If the folder contains no model, or names code that is not allowed.
@@ -115,7 +115,7 @@ def _checkpoint_of(folder: Path) -> Path:
 
 
 def _run_fields(checkpoint: Path, options: FolderOptions) -> dict[str, Any]:
-    """Return the keys of `model` that a run sets and its export does not contain: the recipe and encoder options."""
+    """Return the keys of `model` that an export does not contain: the recipe, and options of encoders and decoders."""
     file = checkpoint / "config.yaml"
     config = read_config_file(file)[0]
     model = config.get("model") if isinstance(config, dict) else None
@@ -134,7 +134,7 @@ def _run_fields(checkpoint: Path, options: FolderOptions) -> dict[str, Any]:
 
 
 def _export(checkpoint: Path, out: Path, options: FolderOptions, note: Callable[[str], None]) -> None:
-    """Export a checkpoint, with its adapter merged."""
+    """Export a checkpoint to the folder `out`. An adapter is merged into its base model."""
     base = base_weights if has_adapter(checkpoint) else None
     exported = export(
         checkpoint, out, allow_code=options.allow_code, trust_remote_code=options.trust_remote_code, base=base

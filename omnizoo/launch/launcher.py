@@ -1,7 +1,7 @@
-"""Start ranks on this machine, forward signals to them, and return the exit code of the first one that fails.
+"""Start ranks on this machine, forward signals to them, and return the exit code of the first rank that fails.
 
 torchrun is not used, because its agent exits with code 1 after a graceful stop by SIGTERM, and takes seconds to start.
-This launcher does not import torch and never polls. No rank outlives it, even if the launcher is killed.
+This launcher does not import torch, and it waits for signals instead of polling. If it is killed, all ranks end, too.
 """
 
 import os
@@ -20,8 +20,9 @@ from omnizoo.launch.stderr import CRASH, ERROR_FD, print_error
 from omnizoo.parallel.parent_death import IS_LINUX, death_signal, end_with_torchrun
 from omnizoo.reporting.start_clock import LAUNCHED_AT
 
+# Environment variables that contain the number of an inherited file descriptor.
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # read end of a pipe that closes when the launcher ends
-STORE_FD = "OMNIZOO_STORE_FD"  # rank 0 only: the listening socket behind MASTER_PORT
+STORE_FD = "OMNIZOO_STORE_FD"  # socket that listens on MASTER_PORT; only set for rank 0
 GRACE = 5.0  # seconds for the other ranks to exit on their own after one has failed
 
 
@@ -30,7 +31,7 @@ def launch(
 ) -> int:
     """Run `command args` as `nproc` ranks and wait for all of them.
 
-    Signals stay blocked, so the caller should exit afterwards.
+    Signals stay blocked after the call, so the caller should exit.
 
     Args:
         args: Arguments of the command.
@@ -41,8 +42,8 @@ def launch(
     Returns:
         The exit code for this process.
     """
-    # Signals are blocked and received one at a time by sigwait, so that none is lost between two system calls. A signal
-    # that is already ignored, as in background jobs of a script, stays ignored.
+    # Signals are blocked, and sigwait receives them one at a time, so no signal is lost between two system calls. A
+    # signal that is already ignored, as in background jobs of a script, stays ignored.
     stop_signals = {s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) is not signal.SIG_IGN}
     watched_signals = stop_signals | {signal.SIGCHLD, signal.SIGALRM}
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched_signals)
@@ -56,24 +57,24 @@ def launch(
         failed = ranks.collect_ended()
         ranks.collect_messages()
         if failed and not ranks.failures:
-            signal.setitimer(signal.ITIMER_REAL, grace)  # SIGALRM then kills ranks that still wait for the failed one
-        # If several ranks ended between two checks, their order is unknown. A user error or a signal is then taken as
-        # the cause, because other exit codes come from connections that were lost as a consequence.
+            signal.setitimer(signal.ITIMER_REAL, grace)  # SIGALRM then kills ranks that still wait for the failed rank
+        # If several ranks ended between two checks, their order is unknown. A rank with a user error or a signal is
+        # then treated as the first, because other exit codes usually come from connections that were lost afterwards.
         ranks.failures += sorted(failed, key=lambda failure: (failure[1] != USER_ERROR, failure[1] < 128))
     return ranks.exit_code()
 
 
 @dataclass
 class _Ranks:
-    """The ranks on this machine: the running processes, and the failures of the others."""
+    """The ranks on this machine: the running processes, and the failures of ranks that have ended."""
 
-    alive: dict[int, subprocess.Popen[bytes]]
+    alive: dict[int, subprocess.Popen[bytes]]  # running processes, by rank
     error_reader: int  # read end of the pipe that ranks write errors to
-    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), excluding ranks killed here
-    printed: set[str] = field(default_factory=set)  # messages that were printed
+    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), without ranks killed here
+    printed: set[str] = field(default_factory=set)  # messages that were already printed
     crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
-    is_stopping: bool = False
-    is_killed: bool = False
+    is_stopping: bool = False  # whether a stop signal was forwarded
+    is_killed: bool = False  # whether the launcher has killed the ranks
 
     def handle_signal(self, received: int) -> None:
         """Forward the first SIGTERM or SIGINT to the ranks. Kill them on another SIGINT or on SIGALRM."""
@@ -86,10 +87,10 @@ class _Ranks:
         elif received in (signal.SIGALRM, signal.SIGINT):
             self.is_killed = True
             for child in self.alive.values():
-                os.killpg(child.pid, signal.SIGKILL)  # also kills its loader workers
+                os.killpg(child.pid, signal.SIGKILL)  # kill the rank and its loader workers
 
     def collect_ended(self) -> list[tuple[int, int]]:
-        """Remove ranks that have ended. Return (rank, exit code) of each that failed without being killed here."""
+        """Remove ranks that have ended. Return (rank, exit code) of failed ranks, without those killed here."""
         failed = []
         for rank, child in list(self.alive.items()):
             code = _exit_code(child)
@@ -97,13 +98,13 @@ class _Ranks:
                 continue
             del self.alive[rank]
             if code < 0:
-                os.killpg(child.pid, signal.SIGKILL)  # also ends what a killed rank has started, such as a compiler
+                os.killpg(child.pid, signal.SIGKILL)  # end the processes that the rank has started, such as compilers
             if code != 0 and not (self.is_killed and code == -signal.SIGKILL):
                 failed.append((rank, 128 - code if code < 0 else code))
         return failed
 
     def collect_messages(self) -> None:
-        """Print each distinct error that ranks have reported, and store crash reports for `exit_code`."""
+        """Print each distinct error that ranks have reported, and store reports of crashes for `exit_code`."""
         for message in _read_messages(self.error_reader):
             if message.startswith(CRASH):
                 self.crashes.append(message.removeprefix(CRASH))
@@ -136,7 +137,7 @@ def _start(
     Returns:
         The process of each rank.
     """
-    launcher, _ = os.pipe()  # nothing is written: ranks only notice that it closes when this process ends
+    launcher, _ = os.pipe()  # nothing is written to it: it closes when this process ends, which ranks detect
     world_env = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -146,13 +147,13 @@ def _start(
     num_threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     default_env = {"OMP_NUM_THREADS": str(num_threads)}
     processes = {}
-    # The launcher binds the port and rank 0 inherits the socket, so that no other program can take the port in between.
-    # The launcher closes its copy once rank 0 has started: connecting to a dead rank 0 must fail instead of waiting.
+    # The launcher binds the port and rank 0 inherits the socket, so no other program can bind the port in between. The
+    # launcher closes its copy once rank 0 has started, because connections to a dead rank 0 must fail at once.
     set_death_signal = death_signal()
     launcher_id = os.getpid()
 
     def prepare_rank() -> None:
-        """Run in the process of the rank, before the command."""
+        """Restore the signal mask, and let Linux kill this rank if the launcher dies. Runs in the new process."""
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         if IS_LINUX:
             set_death_signal(launcher_id)
@@ -183,7 +184,7 @@ def _start(
 def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
     """Return the exit code of a process, or minus the signal that killed it; None while it runs.
 
-    The process is not reaped, because its id, which is also that of its process group, could then be reused.
+    The process stays a zombie. Otherwise the system could reuse its id, which is also the id of its process group.
     """
     end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
@@ -192,7 +193,10 @@ def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _read_messages(fd: int) -> list[str]:
-    """Return the messages that ranks have written to `fd`. Ranks write before they end, so no message arrives later."""
+    """Return the messages that ranks have written to the pipe `fd`. Each message ends with a NUL byte.
+
+    Ranks write before they end, so all messages of a rank that has ended are in the pipe.
+    """
     try:
         return os.read(fd, 2**20).decode().split("\0")[:-1]
     except BlockingIOError:

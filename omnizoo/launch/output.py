@@ -1,4 +1,7 @@
-"""Standard output that may be closed or full: a command ends without a traceback, and a run continues without it."""
+"""Handle errors of standard output, such as a closed pipe or a full disk.
+
+A command ends without a traceback. A training run continues without output.
+"""
 
 import errno
 import io
@@ -8,19 +11,23 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code of a program whose output is no longer read, such as in `... | head`
+CLOSED_PIPE = 128 + signal.SIGPIPE  # exit code if the reader has closed the pipe, as in `omnizoo recipes | head`
 
 
 class OutputError(Exception):
-    """Standard output could not be written. This is no OSError, which callers may take for an error of their files."""
+    """Raised if standard output cannot be written.
+
+    It is not a subclass of OSError, because callers that write files would report it as an error of these files.
+    """
 
     def __init__(self, error: OSError) -> None:
+        """Create the error. `error` is the cause, from which the reason is copied."""
         super().__init__(f"standard output: {error.strerror}. Free some space, or write to another file.")
         self.is_closed = error.errno == errno.EPIPE
 
 
 class Output(io.FileIO):
-    """File descriptor 1. After an error, it drops everything that is written."""
+    """File descriptor 1. After an error, all output is discarded."""
 
     is_required = True  # whether an error ends the command
     has_failed = False
@@ -29,7 +36,7 @@ class Output(io.FileIO):
         """Write `data`.
 
         Raises:
-            OutputError: If that fails for the first time, and the output is required.
+            OutputError: If the output is required and writing fails for the first time.
         """
         if self.has_failed:
             return len(data)
@@ -46,8 +53,8 @@ class Output(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Make standard output robust: to errors, and to characters that its encoding does not have."""
-    for fd in range(3):  # otherwise, the next opened file gets the number of a closed stream
+    """Replace `sys.stdout` with a stream that handles errors, and escapes characters that its encoding lacks."""
+    for fd in range(3):  # open closed streams, because the next opened file would get their number
         try:
             os.fstat(fd)
         except OSError:
@@ -65,14 +72,14 @@ def prepare_streams() -> None:
 
 
 def continue_without_output() -> None:
-    """Print a warning, in place of ending the command, if standard output cannot be written from now on."""
+    """From now on, print a warning instead of ending the command if standard output cannot be written."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, Output):
         raw.is_required = False
 
 
 def _is_standard_output(stream: io.TextIOWrapper) -> bool:
-    """Whether `stream` writes to file descriptor 1, and not to a buffer of a notebook or a test."""
+    """Whether `stream` writes to file descriptor 1, not to a buffer of a notebook or a test, and is not an `Output`."""
     try:
         return stream.fileno() == 1 and not isinstance(getattr(stream.buffer, "raw", None), Output)
     except (OSError, ValueError):

@@ -7,13 +7,14 @@ from omnizoo.config.errors import TrainingError, UserError, first_line, is_out_o
 from omnizoo.launch.stderr import report_crash
 from omnizoo.launch.system_limits import explain_limit
 
-USER_ERROR = 2  # exit code
+USER_ERROR = 2  # exit code of a rank that has raised a `UserError`
 
 
 def expected_failure(rank: int, error: BaseException) -> str | None:
     """Return a message if `error` needs no traceback, otherwise None.
 
-    This is the case if memory or another limit of the system is reached, and if a loader worker has died.
+    Errors of this kind: the device or the machine is out of memory, another limit of the system is reached, or a loader
+    worker has died.
     """
     if is_out_of_memory(error):
         return (

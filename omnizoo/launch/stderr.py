@@ -5,12 +5,13 @@ from contextlib import suppress
 
 from omnizoo.config.errors import printable
 
-CRASH = "\1"  # prefix of messages about crashes, which may be consequences of another rank's crash
-ERROR_FD = "OMNIZOO_ERROR_FD"  # set by the launcher, which prints each distinct message that ranks write there
+CRASH = "\1"  # prefix of messages about crashes; the launcher prints only the first crash
+# Environment variable with the file descriptor to which ranks write errors. The launcher prints each distinct error.
+ERROR_FD = "OMNIZOO_ERROR_FD"
 
 
 def report_error(message: str) -> None:
-    """Send an error to the launcher, which prints it once for all ranks. Without a launcher, print it here."""
+    """Send an error to the launcher, which prints it once for all ranks. Without a launcher, print it to stderr."""
     if ERROR_FD in os.environ:
         os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
     else:
@@ -32,11 +33,11 @@ def print_error(message: str) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    with suppress(OSError):  # stderr is closed or full: the exit code remains
+    with suppress(OSError):  # if stderr is closed or full, the exit code still reports the failure
         for line in _plain(message).split("\n"):
             console.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)  # do not wrap long lines
 
 
 def _plain(message: str) -> str:
-    """Escape unprintable characters, which names in messages may contain, except line breaks and tabs."""
+    """Escape unprintable characters, such as those in file names. Line breaks and tabs are kept."""
     return printable(message.replace("\r\n", "\n"), allowed="\n\t")

@@ -1,4 +1,4 @@
-"""Limits of the system that end a run: open files, shared memory and the locale. Each becomes one line."""
+"""One-line messages about limits of the system that end a run: open files, shared memory and the locale."""
 
 import errno
 import os
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 MAX_OPEN_FILES = 1 << 20
-TOO_MANY_FILES = ("Too many open files", "items of ancillary data")  # the second: no descriptor for a received file
+# Parts of error messages. The second one occurs if a process receives a file but cannot open another descriptor.
+TOO_MANY_FILES = ("Too many open files", "items of ancillary data")
 SHARED_MEMORY = ("unable to open shared memory object", "unable to allocate shared memory", "/dev/shm")
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files as far as the system allows. Loader workers send tensors as open files."""
+    """Raise the limit on open files as far as the system allows, because loader workers send tensors as open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     with suppress(ValueError, OSError):  # the system may have a lower limit
@@ -21,7 +22,7 @@ def raise_open_files() -> None:
 
 
 def explain_limit(error: BaseException) -> str | None:
-    """Return one line if `error` was caused by a limit of the system, otherwise None."""
+    """Return a one-line message if `error` was caused by a limit of the system, otherwise None."""
     for cause in _chain(error):
         text = str(cause)
         number = cause.errno if isinstance(cause, OSError) else None
@@ -36,7 +37,7 @@ def explain_limit(error: BaseException) -> str | None:
 
 
 def check_arguments(argv: list[str]) -> str | None:
-    """Return one line if the locale cannot represent an argument of the command line, otherwise None."""
+    """Return a one-line message if the locale cannot represent an argument of the command line, otherwise None."""
     for argument in argv:
         if sys.getfilesystemencoding() != "utf-8" and not argument.isascii():
             return _locale_message(os.fsencode(argument).decode("utf-8", "replace"))
@@ -44,6 +45,7 @@ def check_arguments(argv: list[str]) -> str | None:
 
 
 def _locale_message(text: str) -> str:
+    """Return a message about text that the encoding of the locale cannot represent."""
     encoding = sys.getfilesystemencoding()
     return f"locale: {text[:100]!r} cannot be written in the encoding {encoding}. Set LC_ALL=C.UTF-8 and PYTHONUTF8=1."
 

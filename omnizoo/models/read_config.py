@@ -19,6 +19,7 @@ from omnizoo.config.sections.base import PythonObject, SubmoduleSettings
 from omnizoo.config.sections.model import EncoderSettings, ModalitySettings, ModelSection, ProjectorSettings
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.check_config_fields import check_shape, config_of
+from omnizoo.models.folder_kind import check_family, describe_config, describe_folder
 from omnizoo.models.media import composed as _registers_composed_models  # noqa: F401 - with transformers' auto classes
 from omnizoo.models.media.composed_config import OmniConfig
 from omnizoo.models.untrusted_folders import check_settings, read_json
@@ -106,10 +107,13 @@ def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_re
     is_on_hub = local_path(folder) != folder
     folder = local_path(folder)
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{key}: {folder} is not a Hugging Face model folder (it has no config.json)")
+        raise UserError(f"{key}: {folder} is not a transformers model: {describe_folder(Path(folder))}.")
     settings = check_settings(Path(folder), trust_remote_code, key, is_on_hub)
-    if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
-        raise UserError(f"{key}: {folder}/config.json has no `model_type`")
+    model_type = settings.get("model_type")
+    if not trust_remote_code:
+        if not isinstance(model_type, str):
+            raise UserError(f"{key}: {folder}/config.json: {describe_config(settings)}.")
+        check_family(model_type, f"{key}: {folder}/config.json: model_type")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except UserError as error:

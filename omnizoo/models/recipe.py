@@ -27,6 +27,7 @@ from omnizoo.models.media.features import Features
 from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
+LANGUAGE_WIDTH: Any = object()  # in `Recipe.small_config`: the width of the small language model
 RECIPE = "_omnizoo_recipe"  # attribute of a model that stores the recipe of `model.recipe`
 Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, keyed by modality; "NAME/decoder" for decoders
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.check_config_fields import EXPERTS, VISITED, read_field, unknown_fields
 from omnizoo.models.read_config import read_model_config, tokenizer_folder
-from omnizoo.models.recipe import Recipe, recipe_from_config, recipe_of
+from omnizoo.models.recipe import LANGUAGE_WIDTH, Recipe, recipe_from_config, recipe_of
 from omnizoo.models.user_module import is_own_module
 
 HEADS, HEAD_DIM, WINDOW = 8, 16, 16
@@ -73,6 +73,7 @@ TEXT = {
 }
 DEPTHS = ("num_hidden_layers", "num_layers", "num_layers_per_stack", "encoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "word_embed_proj_dim", "embedding_size", "d_model")
+OUTPUT_WIDTHS = ("out_hidden_size", "output_dim")  # of encoders, if it differs from the width of their layers
 # Upper bounds of widths, depths and heads in encoder configs.
 TOWER = {
     "hidden_size": 64,
@@ -119,7 +120,7 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         update |= {"part": None, "config": shrink_config(config, shrinking, recipe)}
         return model.model_copy(update=update)
 
-    foundation = {"path": None, "config": shrink_config(config.foundation, shrinking, recipe)}
+    foundation: dict[str, Any] = {"path": None, "config": shrink_config(config.foundation, shrinking, recipe)}
     modalities = {}
     for name, modality in model.modalities.items():
         encoder = modality.encoder
@@ -127,6 +128,8 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         if encoder is not None and description["config"] is not None:
             # Decoders stay unchanged, because their tokenizers determine the targets in the data.
             small_encoder = shrink_tower(description["config"], shrinking)
+            if modality.projector is not None and modality.projector.kind == "none":
+                small_encoder |= _output_width(small_encoder, foundation["config"]["hidden_size"])
             encoder = encoder.model_copy(update={"path": None, "config": small_encoder})
         modalities[name] = modality.model_copy(update={"encoder": encoder})
     update |= {"foundation": model.foundation.model_copy(update=foundation), "modalities": modalities}
@@ -139,11 +142,20 @@ def shrink_tower(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, Any]
     return _inline_fields(fields, shrinking) | bounded
 
 
+def _output_width(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return the encoder fields that make its features as wide as the foundation."""
+    outputs = [name for name in OUTPUT_WIDTHS if name in fields]
+    return dict.fromkeys(outputs or [name for name in WIDTHS if name in fields], width)
+
+
 def shrink_config(published: PretrainedConfig, shrinking: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
     """Return an inline config of the same family and structure. `recipe` replaces the recipe of the family."""
     recipe = recipe or recipe_of(published.model_type)
     if published.get_text_config() is not published:
         small = _merged(_shrink_parts(published, shrinking), recipe.small_config)
+        width = _text_width(small, published.get_text_config().model_type)
+        if width is not None:
+            small = _with_language_width(small, width)
     else:
         changes = recipe.small_config if shrinking.widths else {}
         small = _merged(_shrink_language_model(published, shrinking), changes)
@@ -163,8 +175,8 @@ def _shrink_parts(published: PretrainedConfig, shrinking: Shrinking) -> dict[str
     text_parts = [part for part in small_parts.values() if part["model_type"] == text.model_type]
     width = text_parts[0]["hidden_size"] if text_parts else None
     for small_part in small_parts.values() if width else ():  # encoders must output the width of the language model
-        small_part |= {key: width for key in ("out_hidden_size", "output_dim") if key in small_part}
-    return _known_fields(published.to_dict()) | small_parts
+        small_part |= {key: width for key in OUTPUT_WIDTHS if key in small_part}
+    return _known_fields(published.to_dict() | small_parts)
 
 
 def _shrink_language_model(published: PretrainedConfig, shrinking: Shrinking) -> dict[str, Any]:
@@ -195,6 +207,31 @@ def _parts(published: PretrainedConfig) -> list[tuple[str, PretrainedConfig]]:
     """Return the sub-configs of a config, by field name."""
     parts = [(name, getattr(published, name, None)) for name in published.sub_configs]
     return [(name, part) for name, part in parts if isinstance(part, PretrainedConfig)]
+
+
+def _text_width(fields: Mapping[str, Any], model_type: str) -> int | None:
+    """Return `hidden_size` of the nested config with `model_type`, the text config; None if there is none."""
+    for value in fields.values():
+        if not isinstance(value, Mapping):
+            continue
+        if value.get("model_type") == model_type and "hidden_size" in value:
+            width: int = value["hidden_size"]
+            return width
+        inner_width = _text_width(value, model_type)
+        if inner_width is not None:
+            return inner_width
+    return None
+
+
+def _with_language_width(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return `fields` with each `LANGUAGE_WIDTH` replaced by `width`."""
+    changed: dict[str, Any] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            changed[key] = _with_language_width(value, width)
+        else:
+            changed[key] = width if value is LANGUAGE_WIDTH else value
+    return changed
 
 
 def _has_text(part: PretrainedConfig, text: PretrainedConfig) -> bool:
@@ -356,12 +393,26 @@ def _inline_fields(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, An
 
 
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that an inline config may contain. Fields that no code reads are left out."""
-    dropped = set(DROPPED)
+    """Return the fields that an inline config may contain.
+
+    Fields that no code reads are left out, also those of nested configs. Published folders contain such fields.
+    """
+    unknown: set[str] = set()
     if fields.get("model_type") in CONFIG_MAPPING:
         family = CONFIG_MAPPING[fields["model_type"]]
-        dropped.update(name for name, _, prefix in unknown_fields(family, fields) if not prefix)
-    return {key: value for key, value in fields.items() if key not in dropped}
+        unknown = {f"{prefix}{name}" for name, _, prefix in unknown_fields(family, fields)}
+    known = _without(fields, unknown)
+    return {key: value for key, value in known.items() if key not in DROPPED}
+
+
+def _without(fields: Mapping[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return `fields` without `keys`, which are dotted paths of fields of nested mappings."""
+    kept: dict[str, Any] = {}
+    for key, value in fields.items():
+        path = f"{prefix}{key}"
+        if path not in keys:
+            kept[key] = _without(value, keys, f"{path}.") if isinstance(value, Mapping) else value
+    return kept
 
 
 def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Find advice for a step that does not fit in memory: try config changes in dry runs, and suggest the best ones."""
+"""Find config changes with which a step fits in memory, by trying them in dry runs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,28 +25,31 @@ class Advice:
         return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes.items())
 
 
-def room(place: Place) -> int:
+def usable_memory(place: Place) -> int:
     """Return the bytes of device memory that a step may use."""
     return int(place.device.memory_gb * 2**30 * (1 - MARGIN))
 
 
 def advise(config: Config, place: Place, result: Result, report: Callable[[str], None]) -> list[Advice]:
-    """Find the config change that saves the most memory and, if it is not enough, the best additional change.
+    """Return the config change that saves the most memory and, if it is not enough, the best additional change.
 
     Args:
         config: The config that does not fit.
         place: The simulated rank and device.
         result: Result of the dry run of `config`.
         report: Called with a progress message before each dry run.
+
+    Returns:
+        At most two suggestions. The second contains the changes of the first. Empty if no change saves memory.
     """
     changes: dict[str, Any] = {}
     advice: list[Advice] = []
     for _ in range(2):
         candidates = []
-        for change in possible(changed(config, changes), place, result):
+        for change in possible_changes(with_changes(config, changes), place, result):
             report(f"testing {Advice(changes | change, 0)}")
             try:
-                peak = simulate(changed(config, changes | change), place).peak.bytes
+                peak = simulate(with_changes(config, changes | change), place).peak.bytes
             except UserError:  # the model does not support this layout
                 continue
             candidates.append(Advice(changes | change, peak))
@@ -55,14 +58,14 @@ def advise(config: Config, place: Place, result: Result, report: Callable[[str],
         if best is None or best.peak >= previous_peak:
             return advice
         advice.append(best)
-        if best.peak <= room(place):
+        if best.peak <= usable_memory(place):
             return advice
         changes = best.changes
     return advice
 
 
-def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str, Any]]:
-    """Yield the changes of config keys that may reduce the peak memory."""
+def possible_changes(config: Config, place: Place, result: Result) -> Iterator[dict[str, Any]]:
+    """Yield the changes that may reduce the peak memory, as new values by config key."""
     parallel, train = config.parallel, config.train
     layout = plan_layout(parallel, place.world)
     if parallel.recompute != "full":
@@ -87,7 +90,7 @@ def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str,
         yield {"parallel.ep": layout.ep * 2}
 
 
-def changed(config: Config, changes: dict[str, Any]) -> Config:
+def with_changes(config: Config, changes: dict[str, Any]) -> Config:
     """Return `config` with `changes`, which maps dotted keys (`section.name`) to new values."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""Memory, FLOP/s and bandwidth of accelerators, from data sheets. The bandwidths of links are approximate."""
+"""Memory size, FLOP/s and bandwidths of accelerators, from data sheets. Bandwidths between devices are approximate."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,14 +12,14 @@ from omnizoo.config.errors import UserError
 class Device:
     """Properties of an accelerator. A value of 0 means that the property is unknown."""
 
-    memory_gb: float  # advertised size, interpreted as GiB, which is closer to the real size of 80 GB devices
+    memory_gb: float  # advertised size in GB, used as GiB, which is closer to the real size of 80 GB devices
     per_node: int = 8  # devices per node
     bf16_tflops: float = 0.0  # peak of dense matmuls with fp32 accumulation
     inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, in one direction
     across_gb_per_s: float = 0.0  # bandwidth of each device to other nodes, in one direction
     memory_gb_per_s: float = 0.0  # bandwidth of the device memory
-    fp32_tflops: float = 0.0  # peak of matmuls in dtypes wider than 16 bits
-    save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; a guess that device files can override
+    fp32_tflops: float = 0.0  # peak of matmuls in dtypes with more than 16 bits
+    save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; the default is a guess
 
 
 DEVICES = {

@@ -1,4 +1,4 @@
-"""Dry runs: run the real training step of a config as one rank of a simulated world, on a simulated device."""
+"""Run the real training step of a config as one rank of a simulated world, on a simulated device (a dry run)."""
 
 import time
 import traceback
@@ -70,7 +70,7 @@ class Place:
 class Result:
     """Measurements of one step on one rank."""
 
-    layout: str
+    layout: str  # sizes of the mesh axes
     recompute: str  # description of the recomputed blocks
     host: int  # peak host memory of offloaded tensors, in bytes
     peak: Peak
@@ -86,14 +86,14 @@ class Result:
     parameters: int
     checkpoint: int  # size of a checkpoint on disk, in bytes
     tokens: int  # total number of tokens of all ranks
-    micro_batches: int
+    micro_batches: int  # number of micro-batches of this rank
     data: str  # description of the packs
     seconds: float  # duration of the dry run
 
 
 @dataclass(frozen=True)
 class FixedPacks:
-    """Replacement for a loader that returns the same packs in every step."""
+    """Replacement for the data loader that returns the same packs in every step."""
 
     packs: Sequence[Pack]
     description: str  # description of the packs, for the user
@@ -103,7 +103,7 @@ class FixedPacks:
         return LoadedStep(list(self.packs))
 
     def counters(self) -> dict[str, int]:
-        """Return no counters."""
+        """Return an empty dict, because no rows are skipped or split."""
         return {}
 
 
@@ -111,6 +111,13 @@ def simulate(config: Config, place: Place) -> Result:
     """Run two steps of `config` on a simulated device, and return the measurements of the second.
 
     The first step is not measured, because it starts without optimizer state.
+
+    Args:
+        config: The user's config.
+        place: The simulated rank, world and device.
+
+    Raises:
+        UserError: If the config cannot be trained, or the model cannot run on the simulated device.
     """
     start_time = time.perf_counter()
     # Fake tensors cannot be compiled. Eager blocks keep at least as many activations as compiled ones.
@@ -178,20 +185,27 @@ def run_steps(
 ) -> list[Counter[Any]]:
     """Train two steps, and return the counters of the second one.
 
-    At most `MAX_MICRO_BATCHES` micro-batches are run. For each omitted micro-batch, the counts of the second-to-last
-    micro-batch that was run are added.
+    At most `MAX_MICRO_BATCHES` micro-batches are run. The other micro-batches are omitted. For each of them, the counts
+    of the second-to-last micro-batch that was run are added.
+
+    Args:
+        setup: The model, the optimizer and the losses.
+        data: The packs of a step.
+        device: Counts host syncs.
+        tracker: Tracks memory, and counts operators and collectives.
+        ranks_per_node: Number of ranks on a node.
     """
     assert setup.optimizer is not None
     terms = setup.objective.terms
     counters: list[Counter[Any]] = []  # counters of the current step
-    starts: list[list[Counter[Any]]] = []  # copies of the counters before each micro-batch
+    snapshots: list[list[Counter[Any]]] = []  # copies of the counters before each micro-batch
 
-    def watched(batch: Batch) -> list[LossTerm]:
+    def terms_with_snapshot(batch: Batch) -> list[LossTerm]:
         """Copy the counters, then compute the losses.
 
         Hooks on the model would not work, because a loss may run the model several times in a micro-batch.
         """
-        starts.append([Counter(counter) for counter in counters])
+        snapshots.append([Counter(counter) for counter in counters])
         return terms(batch)
 
     for step, num_micro_batches in ((1, 1), (2, MAX_MICRO_BATCHES)):
@@ -200,7 +214,7 @@ def run_steps(
         tracker.begin_step(traffic)
         work = tracker.work
         counters = [traffic.calls, traffic.bytes, device.syncs, work.calls, work.flops, work.launched, work.moved]
-        with replaced((setup.objective, "terms", watched)):
+        with replaced((setup.objective, "terms", terms_with_snapshot)):
             first_micro_batches = replace(data, micro_batches=data.micro_batches[:num_micro_batches])
             train_step(setup.objective, setup.optimizer, first_micro_batches, step)
         tracker.end_step(setup.model)
@@ -208,15 +222,15 @@ def run_steps(
     num_omitted = len(data.micro_batches) - MAX_MICRO_BATCHES
     if num_omitted <= 0:
         return counters
-    *_, starts_before, starts_after = starts
+    *_, second_to_last, last = snapshots
     totals: list[Counter[Any]] = []
-    for counter, before, after in zip(counters, starts_before, starts_after, strict=True):
+    for counter, before, after in zip(counters, second_to_last, last, strict=True):
         totals.append(Counter({key: counter[key] + num_omitted * (after[key] - before[key]) for key in counter}))
     return totals
 
 
 def without_weights(model: ModelSection) -> ModelSection:
-    """Return the model section, changed so that only config.json and no weights are read."""
+    """Return a copy of the model section with which only config.json is read, but no weights."""
 
     def path_to_config(section: SubmoduleSettings | ModelSection) -> dict[str, Any]:
         return {"path": None, "config": section.path} if section.path else {}
@@ -249,14 +263,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def fill_sizes(model: nn.Module, config: Config) -> None:
     """Fill saved integer buffers, such as strides, with their initial values, because shapes depend on them."""
-    saved = set(model.state_dict())
-    sizes = {name for name, buffer in model.named_buffers() if name in saved and not buffer.is_floating_point()}
+    saved_names = set(model.state_dict())
+    sizes = {name for name, buffer in model.named_buffers() if name in saved_names and not buffer.is_floating_point()}
     construct = partial(build_model, config.model, config.train.precision)
     fill(model, initial_weights(construct, config.train.seed, sizes))
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the width of the logits, or 0 if the model has no output embeddings."""
+    """Return the size of the vocabulary, which is the width of the logits; 0 if the model has no output embeddings."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     weight = getattr(head, "weight", None)
     return 0 if weight is None else int(weight.shape[0])
@@ -265,7 +279,14 @@ def vocabulary_of(model: nn.Module) -> int:
 def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
     """Return the packs of a step: the costliest of the first packs of the data.
 
-    If no data can be read, each pack consists of one text with `data.pack_tokens` tokens.
+    They are repeated if the step has more packs. If no data can be read, each pack consists of one text with
+    `data.pack_tokens` tokens.
+
+    Args:
+        config: The user's config.
+        model: The model, which determines the vocabulary.
+        balancer: Provides the cost of a pack and the number of ranks that load packs.
+        media: Settings of the model for the data loader.
     """
     num_packs = config.train.packs_per_step
     packs_per_rank = num_packs // balancer.mesh.layout.dp
@@ -300,7 +321,7 @@ def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[
 
 @contextmanager
 def traced(device: FakeDevice) -> Iterator[None]:
-    """Context manager: turn an error of a traced operator into a `UserError` that names the operator and the line."""
+    """Context manager: turn an error on the simulated device into a `UserError` with the operator and the line."""
     try:
         yield
     except UserError:

@@ -1,8 +1,8 @@
 """A simulated device. Its tensors have shapes, dtypes and lifetimes, but no memory. Tensors on the host are real.
 
-The real training step runs on it as on an accelerator, including the kernels for accelerators. Host syncs are counted:
-reads of a value, shapes that depend on values, and copies that are not asynchronous. Small integer tensors that come
-from the host (ids, sample boundaries, grid sizes) keep their values, so that shapes that depend on them are correct.
+The training step runs on it as on an accelerator, with the same operators. Host syncs are counted: reads of a value,
+shapes that depend on values, and copies that are not asynchronous. Small integer tensors that come from the host (ids,
+sample boundaries, grid sizes) keep their values, so the shapes that depend on these values are correct.
 """
 
 from collections import Counter
@@ -30,11 +30,11 @@ from omnizoo.planning.host_syncs import Sync, calling_line, find_sync
 
 MAX_KNOWN_INTEGERS = 2**22  # maximum number of elements for which the values of an integer tensor are kept
 MAX_KNOWN_FLOATS = 64  # the same for floating-point tensors
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}  # operators whose indices may be boolean masks
 FILLED = {"arange", "zeros", "ones", "full"}  # operators without tensor arguments whose result has known values
-COPIES = ("_to_copy", "copy_", "to")
-READS = {"_local_scalar_dense", "equal", "is_nonzero"}
-SHAPED_BY_VALUES = {
+COPIES = ("_to_copy", "copy_", "to")  # operators that may copy between the host and the device
+READS = {"_local_scalar_dense", "equal", "is_nonzero"}  # operators that return a Python value
+SHAPED_BY_VALUES = {  # operators whose result has a shape that depends on the values of the inputs
     "nonzero",
     "nonzero_numpy",
     "masked_select",
@@ -44,7 +44,8 @@ SHAPED_BY_VALUES = {
     "repeat_interleave",
     "bincount",
 }
-FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators; decomposed elsewhere
+# Operators that are single kernels on accelerators. On other devices, torch decomposes them into several operators.
+FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _TORCH_TENSOR = torch.tensor
 
 
@@ -64,7 +65,7 @@ class DeviceModule:
 
     @staticmethod
     def is_available() -> bool:
-        return False  # so that no code selects the simulated device to run on
+        return False  # prevents code from choosing the simulated device as the training device
 
     @staticmethod
     def is_initialized() -> bool:
@@ -122,8 +123,8 @@ class FakeDevice(FakeTensorMode):
         self.guessed: Counter[str] = Counter()
         self.operator = ""  # name of the last operator, for messages
         self._known = WeakTensorKeyDictionary()  # maps a fake tensor to its values, as a tensor on the host
-        # Known values that were overwritten by unknown ones, keyed by storage. These tensors are kept alive, so that no
-        # other storage gets the same key.
+        # Values that are no longer valid, because an operator has overwritten them with unknown values; keyed by
+        # storage. These tensors are kept alive, so no other storage gets the same key.
         self._spoiled: dict[int, torch.Tensor] = {}
         self._has_weights_on_host = False
         self._depth = 0  # nesting depth of operators
@@ -133,11 +134,11 @@ class FakeDevice(FakeTensorMode):
         """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
-            # FSDP calls this function if it has gathered weights for backward in a frozen component, which has no
-            # backward pass.
+            # FSDP calls this function after it has gathered the weights of a frozen component for a backward pass that
+            # does not take place.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
-            # A function mode instead of this replacement would be called for every attribute of every tensor, and would
-            # take half of the time of a plan.
+            # A function mode would also work, but torch would call it for every attribute of every tensor, which takes
+            # half of the time of a plan.
             replaced((torch, "tensor", self._tensor)),
             tensors_built_on_host(),
             self,
@@ -151,20 +152,26 @@ class FakeDevice(FakeTensorMode):
         return self._on_host(tensor).tolist()
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replacement for `torch.tensor`, because the original bypasses dispatch modes to read tensors in a list."""
+        """Replacement for `torch.tensor`, which reads tensors in a list without calling dispatch modes."""
         if isinstance(data, list | tuple):
             data = tree_map_only(FakeTensor, self.read, data)
         return _TORCH_TENSOR(data, *args, **kwargs)
 
     def wait(self, kind: str, operator: str) -> None:
-        """Count a host sync at the line that called the operator."""
-        if self._depth:  # inside another operator, whose host sync is counted instead
+        """Count a host sync at the line that called the operator.
+
+        Args:
+            kind: Kind of host sync (see `Sync.kind`).
+            operator: Name of the operator.
+        """
+        if self._depth:  # the host sync of the enclosing operator is counted instead
             return
         self.syncs[find_sync(kind, operator)] += 1
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Run an operator: on real tensors on the host, on fake tensors otherwise."""
         if func is DEVICE_OF:
             return args[0].device
         if func.namespace == "prim":  # queries the layout of a tensor
@@ -190,7 +197,7 @@ class FakeDevice(FakeTensorMode):
     def _without_kernel(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
-        """Return the result of an operator that needs values or cannot run on fake tensors, or None for all others."""
+        """Return the result of an operator that needs values or fails on fake tensors; None for other operators."""
         if name in COPIES:
             source = args[1] if name == "copy_" else args[0]
             target = torch.device(kwargs.get("device") or args[0].device)
@@ -234,12 +241,12 @@ class FakeDevice(FakeTensorMode):
         return result
 
     def _deeper(self) -> AbstractContextManager[None]:
-        """Return a context manager for operators inside the current one."""
+        """Return a context manager in which operators count as part of the current operator."""
         return replaced((self, "_depth", self._depth + 1))
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        """Context manager: run other operators in place of the one that was called."""
+        """Context manager: run operators in place of the operator that was called."""
         with self._deeper(), self:
             yield
 
@@ -251,7 +258,7 @@ class FakeDevice(FakeTensorMode):
         return None if values is None or storage_key(values) in self._spoiled else values
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor. If they are unknown, return ones and count the read in `guessed`."""
+        """Return the values of a tensor on the host. If they are unknown, return ones and count this in `guessed`."""
         values = self.values_of(tensor)
         if values is not None:
             return values
@@ -306,7 +313,7 @@ class FakeDevice(FakeTensorMode):
         return func(*args, **kwargs)
 
     def _spoil(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Mark as unknown the values of tensors that the operator modifies in place."""
+        """Mark the values of all tensors that the operator modifies in place as unknown."""
         for tensor in written_arguments(func, args, kwargs):
             values = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
             if values is not None:
@@ -328,7 +335,7 @@ def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _is_too_much(values: torch.Tensor) -> bool:
     """Whether a tensor is too large to keep its values.
 
-    Floats have a lower limit, because sizes are computed from integers, and only a few floats are used in between.
+    Floating-point tensors have a lower limit, because shapes are computed from integers and only a few floats.
     """
     if values.is_complex():
         return True

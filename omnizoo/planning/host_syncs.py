@@ -1,4 +1,4 @@
-"""Find the lines of code that cause host syncs in a dry run: lines that make the host wait for the device.
+"""Find the lines of code that cause host syncs in a dry run, that is, make the host wait for the device.
 
 Paths in OmniZoo are relative to the package, and paths in user code are relative to the working directory.
 """
@@ -14,7 +14,7 @@ import omnizoo
 from omnizoo.ops import torch_private
 from omnizoo.parallel import collective_counter
 
-BACKWARD = "torch's backward"  # the caller of operators that no line of Python calls
+BACKWARD = "torch's backward"  # reported location of operators that autograd calls, not a line of Python
 PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__file__, __file__, torch.__file__))
 
 
@@ -24,29 +24,29 @@ class Sync:
 
     where: str  # file:line; a line of OmniZoo if any caller is in OmniZoo
     function: str  # function that contains the line
-    kind: str  # `value` (of a tensor), `shape` (from values), `to_host` or `to_device` (synchronous copies)
-    detail: str  # the operator, and the line of another library that called it
+    kind: str  # `value` (read of a value), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
+    detail: str  # the operator, and the line that called it if that is another line than `where`
 
 
 def find_sync(kind: str, operator: str) -> Sync:
-    """Return the host sync of the running operator, with the line that called the operator."""
+    """Return the host sync that the running operator causes, with the line that called the operator."""
     where, function, caller = calling_line()
     detail = operator if caller == where else f"{operator} at {caller}"
     return Sync(where=where, function=function, kind=kind, detail=detail)
 
 
 def passes_on(file: str) -> bool:
-    """Whether `file` only passes operator calls through (torch, wrappers).
+    """Whether `file` belongs to torch or to a wrapper of torch functions.
 
-    Such files are skipped when looking for the code that called an operator.
+    The search for the line that called an operator skips such files.
     """
     return file.startswith((PLANNING, TORCH, "<")) or file in (collective_counter.__file__, torch_private.__file__)
 
 
 def calling_line() -> tuple[str, str, str]:
-    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any code.
+    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any package.
 
-    Code that only passes operator calls through is skipped.
+    Files for which `passes_on` is true are skipped. Without a line of OmniZoo, both lines are the same.
     """
     innermost = ""
     for frame, line in walk_stack(None):
@@ -62,7 +62,7 @@ def calling_line() -> tuple[str, str, str]:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the name of the function of `frame`. Comprehensions and lambdas get the name of the enclosing call."""
+    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the calling function."""
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
         frame = frame.f_back
     return frame.f_code.co_name

@@ -1,7 +1,7 @@
-"""Track memory over a step: each allocation and release, with its part (such as weights or activations) and module.
+"""Track the memory of a step: each allocation and release, with its part (such as weights or activations) and module.
 
-A dispatch mode records when an operator allocates a tensor and when the storage is freed. It therefore counts the
-memory that is requested from an allocator. Workspaces inside kernels and fragmentation are not counted.
+A dispatch mode records when an operator allocates a tensor and when its storage is freed. It counts the memory that
+tensors request from the allocator, without workspaces of kernels and fragmentation.
 """
 
 import gc
@@ -38,17 +38,14 @@ WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED = "weights", "gradients", "optimizer", "
 ACTIVATIONS, LOGITS, EXCHANGE, OTHER = "activations", "logits", "exchange buffers", "other"
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, EXCHANGE, OTHER)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-FSDP_PARTS = {
-    "gather": GATHERED,
-    "reduce": EXCHANGE,
-    "accumulate": GRADIENTS,
-}  # for each kind of work in FSDP2: the part that its allocations belong to
+# The part of allocations that FSDP2 makes, by kind of work.
+FSDP_PARTS = {"gather": GATHERED, "reduce": EXCHANGE, "accumulate": GRADIENTS}
 ALIGNED = 512  # bytes; allocators of accelerators round sizes up to a multiple of this
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A live allocation."""
+    """A tensor storage that has been allocated."""
 
     bytes: int
     part: str  # one of PARTS
@@ -62,7 +59,7 @@ class Peak:
 
     bytes: int
     parts: dict[str, int]  # bytes by part
-    activations: dict[str, int]  # bytes by module; layers of one kind are summed
+    activations: dict[str, int]  # bytes of activations by module, summed over all layers (`model.layers.*.mlp`)
     module: str  # module that is running at the peak
     phase: str
 
@@ -76,7 +73,7 @@ class Timeline:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Mode that records memory, collectives and operators of a dry run.
+    """Dispatch mode that records memory, collectives and operators of a dry run.
 
     Run everything inside `watching()`, wrap the steps in `following(model, optimizer)`, and call `begin_step` before
     each step.
@@ -85,12 +82,12 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, device: torch.device, rounded: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.rounded = device, rounded
-        self.vocabulary = 0  # width of logits, by which they are recognized
+        self.vocabulary = 0  # width of logits; tensors with this width count as logits
         self.phase = BACKWARD
         self._modules: list[str] = []  # stack of modules whose forward pass is running
         self._backward_module = ""  # module whose backward pass is running
-        self._blocks: dict[int, Allocation] = {}  # live allocations, by storage
-        self._muted = False  # while True, operators are not counted
+        self._blocks: dict[int, Allocation] = {}  # live allocations, keyed by storage
+        self._muted = False  # whether operators are ignored
         self._fsdp_part: str | None = None  # part of allocations while FSDP2 is working, otherwise None
         self.see_on_host: Callable[[torch.Tensor], None] = lambda _: None  # called with fake tensors on the CPU
         self.begin_step()
@@ -102,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls the operator again on its local tensors
-        if self.traffic is not None:  # called from here, because a second dispatch mode would double the calls
+        if self.traffic is not None:  # counted here, because another dispatch mode for this would cost as much time
             self.traffic.count(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:
@@ -136,10 +133,10 @@ class MemoryTracker(TorchDispatchMode):
         return self._modules[-1] if self._modules else self._backward_module
 
     def begin_step(self, traffic: CollectiveCounter | None = None) -> None:
-        """Start a new step: clear all records, except live allocations. `traffic` counts collectives from now on."""
+        """Clear all records except live allocations, because a new step starts. `traffic` counts its collectives."""
         self.traffic, self.work = traffic, OpCounter(self.device)
         self._marks: list[tuple[int, str]] = []
-        with _garbage_collection_paused():  # an allocation that is freed here would be missing from one list
+        with _garbage_collection_paused():  # both lists must describe the same moment
             self._base = [(block, block.bytes, "") for block in self._blocks.values()]
             self._events: list[tuple[Allocation, int, str]] = []
 
@@ -184,7 +181,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: record every operator, and every resize of a storage."""
+        """Context manager: record the allocations of every operator, and every resize of a storage."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -206,13 +203,13 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def _within_fsdp(self, work: str, axes: Sequence[str]) -> Iterator[None]:
-        """Attribute allocations to FSDP2, and collectives to these mesh axes."""
+        """Context manager: attribute allocations to a kind of work in FSDP2, and collectives to these mesh axes."""
         with replaced((self, "_fsdp_part", FSDP_PARTS[work])), sent_along(*axes):
             yield
 
     @contextmanager
     def following(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager: track the running module and phase with hooks, and count tensors of `model` as weights."""
+        """Context manager: track the running module and phase, and count the tensors of `model` as weights."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.see(tensor, WEIGHTS)
         with ExitStack() as stack:
@@ -223,7 +220,7 @@ class MemoryTracker(TorchDispatchMode):
             yield
 
     def _enter(self, name: str, *_: object) -> None:
-        """Forward hook for the start of a module. The model has an empty name and begins the forward phase."""
+        """Hook for the start of a module's forward pass. The name of the model itself is empty."""
         if not name:
             self._keep_gradients()
             self._turn(FORWARD)
@@ -235,7 +232,7 @@ class MemoryTracker(TorchDispatchMode):
         self._modules.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, out: object) -> None:
-        """Forward hook for the end of a module. Gradient hooks on its outputs detect when its backward pass starts."""
+        """Hook for the end of a module's forward pass. It adds hooks for the start of the module's backward pass."""
 
         def enter_backward(_: torch.Tensor) -> None:
             self._turn(BACKWARD)
@@ -258,13 +255,13 @@ class MemoryTracker(TorchDispatchMode):
             self._marks.append((len(self._events), phase))
 
     def _keep_gradients(self) -> None:
-        """Count as gradients all allocations that were made in the backward pass and are still alive."""
+        """Count the allocations that were made in the backward pass and are still alive as gradients."""
         for block in list(self._blocks.values()):
             if block.phase == BACKWARD and block.part in (OTHER, EXCHANGE, ACTIVATIONS):
                 block.part = GRADIENTS
 
     def _set(self, block: Allocation, size: int) -> None:
-        """Set the size of an allocation, rounded up if `rounded`, and record the event."""
+        """Set the size of an allocation and record the event. With `rounded`, the size is rounded up."""
         if self.rounded:
             size += -size % ALIGNED
         if size != block.bytes:

@@ -1,4 +1,4 @@
-"""Count the kernels of a step by dtype and module, the FLOPs of matmuls, and the bytes that other operators move."""
+"""Count the kernels of a step by dtype and module, the FLOPs of matmuls, and the bytes that other kernels move."""
 
 import math
 import re
@@ -13,16 +13,11 @@ import torch
 from omnizoo.ops.torch_private import tree_leaves, written_arguments
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+# Parts of the names of attention operators, and of operators that take no time on a device.
 ATTENTION = ("attention", "attn")
-# Operators that take no time on a device.
 IDLE = ("empty", "set_", "resize_", "record_stream", "lift", "device", "_unsafe_view")
-SPARSE_WRITES = (
-    "scatter_",
-    "scatter_add_",
-    "index_add_",
-    "index_put_",
-    "index_copy_",
-)  # operators that write only as many bytes as they read from their source
+# Operators that write only as many bytes as they read from their source.
+SPARSE_WRITES = ("scatter_", "scatter_add_", "index_add_", "index_put_", "index_copy_")
 OVERWRITING = ("copy_", "fill_", "zero_")  # operators that do not read the tensor that they write to
 GATHERING = ("embedding", "index", "index_select", "gather")  # operators that read only as much as they write
 
@@ -31,9 +26,9 @@ GATHERING = ("embedding", "index", "index_select", "gather")  # operators that r
 class Kernel:
     """A matmul or attention operator in one module and phase."""
 
-    name: str
+    name: str  # name of the operator
     dtype: str
-    module: str  # child of a layer; layers of one kind are counted together
+    module: str  # child of a layer, with `*` for the layer number, such as `model.layers.*.mlp`
     phase: str  # forward, backward (including recomputation) or update
 
 
@@ -56,7 +51,16 @@ class OpCounter:
         result: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Count one call of an operator, given its arguments and result."""
+        """Count one call of an operator.
+
+        Args:
+            func: The operator.
+            args: Its positional arguments.
+            module: The running module, with `*` for layer numbers.
+            phase: The phase of the step.
+            result: What the operator returned.
+            kwargs: Its keyword arguments.
+        """
         name: str = func.overloadpacket.__name__
         if is_idle(func):
             return
@@ -91,7 +95,7 @@ def tensors_of(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an operator writes, and those that it reads."""
     written = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-    if not written:  # an in-place operator without a result
+    if not written:  # in-place operators without a result
         written = written_arguments(func, args, kwargs)
     name: str = func.overloadpacket.__name__
     read = args[1:] if name in OVERWRITING or name.endswith("_like") else args
@@ -99,7 +103,7 @@ def tensors_of(
 
 
 def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that an operator reads and writes as a separate, unfused kernel."""
+    """Return the number of bytes that an operator reads and writes if it is not fused with others."""
     written_bytes = sum(size_of(tensor) for tensor in written)
     read_bytes = [size_of(tensor) for tensor in read]
     if name == "all_gather_copy_in":  # an operator of FSDP, which writes only this rank's part of the buffer
@@ -112,7 +116,7 @@ def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Te
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor in bytes. For an expanded tensor, this is the size of its storage."""
+    """Return the size of a tensor in bytes. An expanded tensor has the size of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -124,6 +128,6 @@ def part_of(module: str) -> str:
 
 def flops_of(name: str, a: torch.Tensor, b: torch.Tensor) -> int:
     """Return the FLOPs of `a @ b`. In a grouped matmul, each row of `a` is multiplied by one matrix of `b`."""
-    if name == "_grouped_mm" and a.ndim == b.ndim == 2:  # gradients of weights, grouped along the inner dim
+    if name == "_grouped_mm" and a.ndim == b.ndim == 2:  # gradients of weights: groups split the inner dimension
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     return 2 * math.prod(a.shape) * b.shape[-1]

@@ -34,7 +34,11 @@ def write_page(path: Path, name: str, plan: dict[str, Any], timeline: Timeline) 
 def _memory_chart(timeline: Timeline, allowed: float) -> Chart:
     """Return a chart of the memory by part.
 
-    Each section of the step is represented by its moment with the most memory.
+    A long step is divided into `POINTS` sections. The chart shows the moment of each section with the most memory.
+
+    Args:
+        timeline: The memory during the step.
+        allowed: Usable device memory in GiB, drawn as a horizontal line.
     """
     levels = timeline.bytes / GIB
     moments = _highest_moments(levels.sum(0))

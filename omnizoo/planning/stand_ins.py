@@ -1,13 +1,13 @@
 """Stand-ins for functions that cannot run on a simulated device, and a context manager that installs them.
 
-- Attention: on this device, torch would decompose it into matmuls, which it does not do on accelerators. The stand-in
-  calls the operator of the fused kernel, which saves queries, keys, values, output and log-sum-exp.
+- Attention: on a simulated device, torch would decompose attention into matmuls. The stand-in calls the operator of the
+  fused kernel, as on an accelerator. This operator saves queries, keys, values, output and log-sum-exp.
 - Recurrent layers: the packages that contain their kernels may not be installed. The stand-ins allocate and save the
   same tensors as these kernels.
-- Routing: the number of rows of each expert depends on values. The stand-in balances experts, or sends `imbalance`
-  times the even share of rows to this rank.
-- Data: this rank loads all packs of the step, because there are no other ranks.
-- Host memory: offloaded tensors are counted, but not stored.
+- Routing: the number of rows of each expert depends on values, which are unknown. With the stand-in, the simulated rank
+  sends the same number of rows to each rank, and receives `imbalance` times as many rows as it sends.
+- Data: the simulated rank loads all packs of the step, because there are no other ranks.
+- Host memory: the bytes of offloaded tensors are counted, but the tensors are not stored.
 """
 
 import math
@@ -35,24 +35,32 @@ from omnizoo.ops.torch_private import FakeTensor, replaced
 from omnizoo.parallel.experts import Dispatch
 from omnizoo.parallelize import memory as memory_checks
 
-UNLIMITED = 2**62  # bytes
+UNLIMITED = 2**62  # bytes of memory, so that no check of the available memory fails
 
 
 @contextmanager
 def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMemory"]:
-    """Context manager: install all stand-ins for a dry run, and yield the counter of host memory."""
+    """Context manager: install all stand-ins for a dry run, and yield the counter of host memory.
+
+    Args:
+        world: World size.
+        rank: The simulated rank.
+        imbalance: Rows that this rank's experts receive / rows that they receive with balanced routing.
+    """
     memory = HostMemory()
     split = Dispatch.split
     swap_tensors = torch.utils.swap_tensors
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-        split(self, pairs, arriving)  # called for its operators and its host sync; the result is not used
+        """Return the numbers of rows that this rank sends to each rank and receives from each rank."""
+        split(self, pairs, arriving)  # run only to count its operators and its host sync
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
         received = shares(int(count * imbalance), ranks)
         return sent, received
 
     def from_this_rank(message: bytes, group: object = None) -> list[Any]:
+        """Return the gathered messages: that of this rank, and messages without packs from the other ranks."""
         local_message = np.frombuffer(message, np.uint8)
         table, (status,) = decode_messages([local_message])
         empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
@@ -60,6 +68,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return [local_message if other == rank else empty_message for other in range(world)]
 
     def to_itself(payloads_by_rank: Sequence[Sequence[Any]], group: object = None) -> list[list[Any]]:
+        """Return the payloads that this rank sends to itself, and nothing from the other ranks."""
         received = []
         for header, arrays in payloads_by_rank[rank]:
             tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
@@ -67,8 +76,8 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return [received if other == rank else [] for other in range(world)]
 
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
-        # `Module.to` swaps fake parameters with their moved versions, which fails if there are weak references to them.
-        # If neither device nor dtype changes, the swap is not needed.
+        # `Module.to` swaps fake parameters with copies, which fails if there are weak references to the parameters. The
+        # swap is skipped if neither the device nor the dtype changes.
         if (old.device, old.dtype) != (new.device, new.dtype):
             swap_tensors(old, new)  # type: ignore[no-untyped-call]  # the function of torch has no types
 
@@ -79,7 +88,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         (Dispatch, "split", even_split),
         (redistribute, "gather_bytes", from_this_rank),
         (redistribute, "exchange_payloads", to_itself),
-        # A plan reports that a step does not fit, instead of raising an error.
+        # Without these limits, checks of the memory raise no error, and the plan reports whether the step fits.
         (memory_checks, "total_memory", lambda device: UNLIMITED),
         (offload, "HostBuffers", partial(PlannedHost, memory)),
         (offload, "available_memory", lambda: UNLIMITED),
@@ -94,19 +103,20 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.bytes = self.peak = 0
-        self._seen: set[int] = set()  # keys of live storages
+        self._counted: set[int] = set()  # keys of live storages that are counted
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count a fake tensor on the host, such as an offloaded weight, until its storage is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._seen:
-            self._seen.add(key)
+        if key not in self._counted:
+            self._counted.add(key)
             self.change(storage.nbytes())
             weakref.finalize(storage, self._end, key, storage.nbytes())
 
     def _end(self, key: int, size: int) -> None:
-        self._seen.remove(key)
+        """Subtract the size of a storage that is freed."""
+        self._counted.remove(key)
         self.change(-size)
 
     def change(self, size: int) -> None:
@@ -129,15 +139,15 @@ class PlannedHost:
         return offloaded
 
     def copy_to_device(self, offloaded: "FakeOffloadedTensor") -> DeviceCopy:
-        """Allocate the copy on the device."""
+        """Allocate a tensor on the device for the copy of an offloaded tensor."""
         tensor = torch.empty_strided(offloaded.shape, offloaded.stride, dtype=offloaded.dtype, device=self.device)
         return DeviceCopy(tensor)
 
     def refill(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        """Copy nothing, because the sizes stay the same."""
+        """Do nothing, because the copy in host memory keeps its size."""
 
     def put_back(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        """Copy nothing, because the sizes stay the same."""
+        """Do nothing, because the copy in host memory keeps its size."""
 
 
 @dataclass(eq=False)
@@ -150,7 +160,7 @@ class FakeOffloadedTensor:
 
 
 def shares(count: int, ranks: int) -> list[int]:
-    """Split `count` rows evenly over the ranks."""
+    """Split `count` rows evenly over the ranks, and return the number of rows of each rank."""
     return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
 
 
@@ -174,8 +184,8 @@ def attention(
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
-    heads = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (key, value))
+    queries_per_key = query.shape[1] // key.shape[1]  # in grouped-query attention
+    key, value = (x.repeat_interleave(queries_per_key, 1) if queries_per_key > 1 else x for x in (key, value))
     bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -194,7 +204,15 @@ class _Rule(torch.autograd.Function):
     def forward(
         ctx: Any, has_matrix: bool, runs: int, state: torch.Tensor | None, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate the output and the final states. `inputs` are query, key, value, and others."""
+        """Allocate the output and the final states.
+
+        Args:
+            ctx: The context of autograd.
+            has_matrix: Whether the kernel saves one matrix per chunk, as for the delta rule.
+            runs: Number of samples, each with a separate state.
+            state: Initial states, or None.
+            *inputs: Query, key, value, and other inputs.
+        """
         _, key, value, *_ = inputs
         _, tokens, heads, value_width = value.shape
         key_width = key.shape[-1]
@@ -220,13 +238,13 @@ class _Rule(torch.autograd.Function):
 
 
 def _rule(has_matrix: bool, *inputs: torch.Tensor, initial_state: torch.Tensor | None, **options: Any) -> Any:
-    """Call the stand-in with the arguments of a kernel of `fla`."""
+    """Call the stand-in with the arguments of a kernel of `fla`. `has_matrix` is described in `_Rule.forward`."""
     runs = len(options["cu_seqlens"]) - 1
     return _Rule.apply(has_matrix, runs, initial_state, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Convolution(torch.autograd.Function):
-    """Stand-in for `causal_conv1d_fn`."""
+    """Stand-in for `causal_conv1d_fn` that allocates and saves the same tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

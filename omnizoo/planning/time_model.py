@@ -1,11 +1,13 @@
 """Predict the duration of a step: divide the counts of a dry run by the speed of the device and its links.
 
-The model is a roofline with separate parts. The time of matmuls and attention follows from their FLOPs, that of other
-operators from the bytes they read and write, and that of collectives from the bytes they send. The sends of ring
-attention overlap with attention. All-to-alls do not overlap. FSDP's all-gathers and reduce-scatters are added in full,
-although they overlap with computation, because published runs have other overheads of about the same size. Nothing is
-measured on a device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to published runs, and
-reports the error.
+The model is a roofline with separate parts. The time of matmuls and attention follows from their FLOPs. The time of
+other operators follows from the bytes that they read and write, and the time of collectives from the bytes that they
+send. The sends of ring attention overlap with attention. All-to-alls do not overlap. FSDP's all-gathers and
+reduce-scatters are added in full, although they overlap with computation, because published runs have other overheads
+of about the same size.
+
+Nothing is measured on a device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to published
+runs, and reports the error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +19,13 @@ from omnizoo.planning.memory_tracker import BACKWARD, FORWARD
 from omnizoo.planning.op_counter import ATTENTION
 from omnizoo.planning.traffic import Collective
 
-# Backward FLOPs of flash attention / forward FLOPs. Backward has five matmuls instead of two, because it recomputes
-# logits.
+# Ratio of backward to forward FLOPs of flash attention. Backward has five matmuls and forward two, because backward
+# recomputes the attention logits.
 FLASH_BACKWARD = 2.5
 LAUNCH = 8e-6  # approximate time in which the host launches an operator, in seconds
 SYNC = 5e-5  # approximate time that the device is idle after a host sync, in seconds
 MEMORY = 0.8  # approximate fraction of the memory bandwidth that operators reach
-HALF = ("bfloat16", "float16")
+HALF = ("bfloat16", "float16")  # dtypes whose matmuls run at the speed of bf16
 FSDP_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -38,12 +40,12 @@ class Shares:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted fractions, and their error on published runs."""
+    """Fractions that were fitted to published runs, and the error of the predictions."""
 
     shares: Shares
     runs: int  # number of published runs
     error: float  # mean of |predicted / published - 1| of tokens/s, for models held out from the fit
-    worst: float  # maximum of the same error
+    worst: float  # maximum of |predicted / published - 1|
 
     def __str__(self) -> str:
         return (
@@ -51,7 +53,7 @@ class Calibration:
         )
 
 
-# Output of benchmarks/calibrate.py. The fraction of matmuls is high, because the published runs read and wrote fewer
+# Output of benchmarks/calibrate.py. The fraction for matmuls is high, because the published runs read and wrote fewer
 # bytes of memory than OmniZoo does.
 CALIBRATION = Calibration(Shares(matmuls=0.85, attention=0.34, links=0.77), runs=20, error=0.05, worst=0.17)
 
@@ -63,7 +65,7 @@ class Counts:
     matmuls: Mapping[str, float]  # FLOPs by dtype
     attention: float  # FLOPs, including recomputation
     moved: float  # bytes that other operators read and write
-    sent: Mapping[Collective, float]  # input of this rank, in bytes
+    sent: Mapping[Collective, float]  # bytes of this rank's inputs to collectives
     launched: int  # number of launched operators
     syncs: int  # number of host syncs
     tokens: float
@@ -93,7 +95,16 @@ class Expected:
 
 
 def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) -> Expected | None:
-    """Predict the duration of a step. Returns None if a speed of the device is unknown."""
+    """Predict the duration of a step.
+
+    Args:
+        counts: Counts of a rank from a dry run.
+        device: The accelerator.
+        shares: Fractions of the peak speeds that are achieved.
+
+    Returns:
+        The prediction; None if a speed of the device is unknown.
+    """
     needed = (device.bf16_tflops, device.fp32_tflops, device.memory_gb_per_s, device.inside_gb_per_s)
     if not all((*needed, device.across_gb_per_s)):
         return None
@@ -107,7 +118,7 @@ def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) 
     memory = counts.moved / (device.memory_gb_per_s * 1e9 * MEMORY)
 
     def collective_seconds(ops: Iterable[str]) -> float:
-        """Return the seconds of all collectives of these kinds on the device."""
+        """Return the total seconds of the collectives on the device whose operation is in `ops`."""
         seconds = 0.0
         for collective, size in counts.sent.items():
             if collective.op in ops and not collective.host:
@@ -131,9 +142,9 @@ def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) 
 
 
 def seconds_of(collective: Collective, input_bytes: float, device: Device) -> float:
-    """Return the seconds of collectives with an input of `input_bytes`, at the full speed of the links.
+    """Return the seconds of collectives with a total input of `input_bytes`, at the full speed of the links.
 
-    Gathers and reductions across nodes use the links of all participating devices of a node.
+    All-gathers and reductions across nodes use the links of all devices of a node that take part.
     """
     ranks = collective.ranks
     ranks_in_node = collective.in_a_node
@@ -153,17 +164,20 @@ def seconds_of(collective: Collective, input_bytes: float, device: Device) -> fl
 def counts_of(result: Result, world: int) -> Counts:
     """Return the counts of one rank from the result of a dry run."""
     matmuls: dict[str, float] = {}
-    calls = {FORWARD: 0, BACKWARD: 0}  # calls of attention's forward kernels; in the backward phase, they recompute
+    # Calls of forward attention kernels by phase. Calls in the backward phase are recomputation.
+    forward_calls = {FORWARD: 0, BACKWARD: 0}
     for kernel, (count, flops) in result.kernels.items():
         if flops:
             matmuls[kernel.dtype] = matmuls.get(kernel.dtype, 0) + flops
             continue
         is_attention = any(part in kernel.name for part in ATTENTION)
         is_forward_kernel = is_attention and "backward" not in kernel.name
-        if is_forward_kernel and kernel.phase in calls:
-            calls[kernel.phase] += count
-    recomputed = calls[BACKWARD] / calls[FORWARD] if calls[FORWARD] else 0.0  # fraction of the forward pass
-    forward = result.attention / 3 / world  # `result.attention` counts backward as twice forward
+        if is_forward_kernel and kernel.phase in forward_calls:
+            forward_calls[kernel.phase] += count
+    recomputed = 0.0  # recomputed fraction of the forward pass of attention
+    if forward_calls[FORWARD]:
+        recomputed = forward_calls[BACKWARD] / forward_calls[FORWARD]
+    forward = result.attention / 3 / world  # `result.attention` includes a backward pass with twice the forward FLOPs
     return Counts(
         matmuls=matmuls,
         attention=forward * (1 + recomputed + FLASH_BACKWARD),

@@ -14,18 +14,18 @@ from omnizoo.parallel.traffic_tag import tagged_axes
 
 @dataclass(frozen=True)
 class Collective:
-    """A kind of collective."""
+    """A kind of collective. The counts of collectives of the same kind are added."""
 
     op: str  # such as "all-gather"
     axis: str  # mesh axis
-    inside_node: bool  # whether all ranks are on one node
+    inside_node: bool  # whether all participating ranks are on one node
     host: bool  # whether the tensors are on the CPU
-    ranks: int = 1  # number of ranks
-    in_a_node: int = 1  # number of ranks on the node of this rank
+    ranks: int = 1  # number of participating ranks
+    in_a_node: int = 1  # number of participating ranks on the node of this rank
 
 
 class Traffic(CollectiveCounter):
-    """Counts the `calls` and `bytes` (of this rank's inputs) of each `Collective`."""
+    """Counts the calls of each kind of collective, and the bytes of this rank's inputs."""
 
     def __init__(self, mesh: Mesh, per_node: int) -> None:
         super().__init__()
@@ -47,16 +47,23 @@ class Traffic(CollectiveCounter):
         self.bytes[collective] += size
 
     def _axis(self, name: str, group: dist.ProcessGroup, device: torch.device) -> str:
-        """Return the mesh axis of a collective. If several axes consist of the ranks of `group`, use the tagged one."""
-        possible = self.mesh.axes_of(group)
-        if "world" in possible and device.type == "cpu" != self.mesh.device.type:
+        """Return the mesh axis of a collective.
+
+        If several axes consist of the ranks of `group`, this is the axis in the enclosing `sent_along` block.
+
+        Raises:
+            UserError: If several axes are possible, and no tag selects one of them.
+        """
+        possible_axes = self.mesh.axes_of(group)
+        if "world" in possible_axes and device.type == "cpu" != self.mesh.device.type:
             return "world"  # the only group with a CPU backend
-        tagged = [axis for axis in tagged_axes() if axis in possible]
-        if len(possible) > 1 and len(tagged) != 1:
+        tagged = [axis for axis in tagged_axes() if axis in possible_axes]
+        if len(possible_axes) > 1 and len(tagged) != 1:
             raise UserError(
-                f"plan: {name} on ranks that the axes {', '.join(possible)} have in common has no tag, so its axis is "
-                "unknown. Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
+                f"plan: {name} has no tag, so its axis is unknown: {', '.join(possible_axes)} have the same ranks. "
+                "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
             )
-        axis = tagged[0] if tagged else possible[0]
-        is_like_dense = axis == "ep_shard" and "shard" in possible  # ep is 1, so experts are sharded like dense weights
+        axis = tagged[0] if tagged else possible_axes[0]
+        # If ep is 1, experts are sharded over the same ranks as dense weights.
+        is_like_dense = axis == "ep_shard" and "shard" in possible_axes
         return "shard" if is_like_dense else axis

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import LANGUAGE_WIDTH
 from omnizoo.recipes.qwen2_5_omni_thinker import RECIPE as THINKER
 from omnizoo.recipes.shared.qwen2_5_talker import Qwen25Talker
 
-WIDTH = 128  # common width of the components of the small copy that `omnizoo verify` runs
 CODEC: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -21,14 +21,9 @@ RECIPE = replace(
     THINKER,
     about="Qwen2.5-Omni 3B and 7B with their talker",
     small_config={
-        "thinker_config": {
-            **THINKER.small_config,
-            "text_config": {**THINKER.small_config["text_config"], "hidden_size": WIDTH},
-            "vision_config": {**THINKER.small_config["vision_config"], "out_hidden_size": WIDTH},
-            "audio_config": {"output_dim": WIDTH},
-        },
+        "thinker_config": THINKER.small_config,
         "talker_config": {
-            "embedding_size": WIDTH,
+            "embedding_size": LANGUAGE_WIDTH,
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_hidden_layers": 2,

@@ -1,6 +1,6 @@
-"""Charts of one or several runs, with their curves as JSON for templates/charts.js.
+"""Charts of one or several runs. templates/charts.js draws their curves, which are passed to it as JSON.
 
-Metrics are discovered in `metrics.jsonl`: a new metric gets a chart without a change here.
+Every metric in `metrics.jsonl` gets a chart. A new metric needs no change in this file.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from omnizoo.reporting.history import History, downsample, smooth
 
-NUM_COLORS = 8
+NUM_COLORS = 8  # number of colors for curves in the style sheet
 MAX_POINTS = 9000  # maximum number of points on a page: about 200 KB, however long the run is
 MAX_MARKS = 500  # maximum number of marks of each kind in a chart
 
@@ -57,9 +57,9 @@ TITLES = {
     "accuracy": "Chosen above rejected",
     "kl": "KL divergence",
 }
-# Titles of groups, by prefix of the metric.
+# Titles of chart groups, by prefix of the metric.
 GROUPS = {"loss": "Loss terms", "eval": "Held-out evaluation", "imbalance": "Imbalance by part"}
-COUNTS = {  # counters, shown as a table
+COUNTS = {  # counters and their descriptions; the report shows the last value of each in a table
     "skipped_rows": "rows skipped",
     "undecodable_rows": "rows with media that could not be decoded",
     "dropped_overlong": "samples dropped: longer than a pack",
@@ -68,14 +68,14 @@ COUNTS = {  # counters, shown as a table
     "few_targets": "samples dropped: too few targets",
     "beyond_positions": "samples longer than the positions of the model",
 }
-TOP = ("loss", "eval/loss")
-# For some kinds of marks: the metrics whose charts show them. Other marks are shown in all charts.
+TOP = ("loss", "eval/loss")  # metrics with wide charts at the top of the page
+# Kinds of marks that only the charts of these metrics show. All charts show the other kinds.
 MARKED_METRICS = {"skipped": ("loss", "grad_norm"), "waited": ("loss", "tokens_per_sec", "data_wait")}
 NOT_PLOTTED = (*COUNTS, "bad_steps", "tokens_seen")
 
 
 def format_value(value: float | None, form: str = "plain") -> str:
-    """Format a number as `plain`, `si` (12.3 k) or `percent`; None becomes an empty string."""
+    """Format a number as `plain` (0.1234), `si` (12.3 k) or `percent` (12.3%). Return an empty string for None."""
     if value is None:
         return ""
     if form == "percent":
@@ -90,13 +90,18 @@ def format_value(value: float | None, form: str = "plain") -> str:
 class Curve:
     """A curve of values over steps."""
 
-    name: str  # name in the legend and the tooltip; empty if not listed there
+    name: str  # name in the legend and the tooltip; a curve with an empty name is not listed there
     steps: Sequence[int]
     values: Sequence[float]  # [steps], NaN for a gap
-    look: str  # classes of the style sheet: line, faint, dots, "dots line" or area
-    color: int = 0
+    look: str  # CSS classes: line, faint, dots, "dots line" or area
+    color: int = 0  # index of the color in the style sheet
 
     def data(self, buckets: int) -> dict[str, Any]:
+        """Return the curve as input for templates/charts.js.
+
+        Args:
+            buckets: Number of sections that a long curve is divided into (see `downsample`).
+        """
         points = list(zip(self.steps, self.values, strict=True))
         if "dots" in self.look:  # measured in some steps only: connect the values without gaps
             points = [(step, value) for step, value in points if math.isfinite(value)]
@@ -116,16 +121,16 @@ class Chart:
 
     title: str
     curves: list[Curve]
-    format: str = "plain"
-    log: bool = False
-    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)  # maps a class of the style sheet to steps
-    wide: bool = False
-    phases: Sequence[tuple[int, str]] = ()  # (start, name): labels of the horizontal axis instead of steps
-    limit: float | None = None  # horizontal line; the vertical axis then starts at 0
-    constant: str = ""  # the value, as text, if it is the same at all steps
+    format: str = "plain"  # format of values (see `format_value`)
+    log: bool = False  # whether the vertical axis is logarithmic
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)  # marked steps, by CSS class of the mark
+    wide: bool = False  # whether the chart spans the width of the page
+    phases: Sequence[tuple[int, str]] = ()  # (start, name) of sections that label the horizontal axis instead of steps
+    limit: float | None = None  # value of a horizontal line; if it is set, the vertical axis starts at 0
+    constant: str = ""  # text of the value if all steps have the same value, otherwise empty
 
     def data(self, buckets: int) -> dict[str, Any]:
-        """Return the input of templates/charts.js."""
+        """Return the chart as input for templates/charts.js. `buckets` limits the number of points of each curve."""
         return {
             "format": self.format,
             "log": self.log,
@@ -140,6 +145,7 @@ ChartGroups = list[tuple[str, list[Chart]]]  # (title, charts)
 
 
 def buckets_per_curve(groups: ChartGroups) -> int:
+    """Return the number of buckets per curve with which all charts have at most about `MAX_POINTS` points."""
     num_curves = sum(len(chart.curves) for _, charts in groups for chart in charts)
     return max(20, MAX_POINTS // (2 * max(1, num_curves)))
 
@@ -150,18 +156,22 @@ def metric_charts(histories: Mapping[str, History], marks: Mapping[str, Sequence
     There is one chart per metric, with one color per run. The caption of a metric that never changes states its
     value. A loss term with the same points as another one, such as the only term of the loss, is omitted. For a single
     run, the chart of the loss also shows the held-out loss, if both have the same terms.
+
+    Args:
+        histories: The metrics of each run, by its name.
+        marks: Steps to mark, by CSS class of the mark.
     """
     groups: dict[str, list[Chart]] = {}
-    drawn = set()
+    drawn_losses = set()
     keys = [key for history in histories.values() for key in _plotted_keys(history)]
     for key in dict.fromkeys([*TOP, *keys]):
         metric = describe_metric(key)
         finite = [value for history in histories.values() for value in history.finite(key)]
         points = tuple(_drawn_points(history, key) for history in histories.values())
         is_loss_term = "/loss/" in f"/{key}" or key.endswith("/loss")
-        if not finite or (is_loss_term and points in drawn):
+        if not finite or (is_loss_term and points in drawn_losses):
             continue
-        drawn.add(points)
+        drawn_losses.add(points)
         chart = _metric_chart(histories, key, metric, marks)
         if key == "eval/loss" and "" in groups and _is_comparable(histories):
             groups[""][0].curves.extend(replace(curve, name="held-out", look="dots") for curve in chart.curves)
@@ -188,6 +198,7 @@ def other_held_out_terms(history: History) -> list[str] | None:
 def _metric_chart(
     histories: Mapping[str, History], key: str, metric: ChartMetric, marks: Mapping[str, Sequence[int]]
 ) -> Chart:
+    """Return the chart of one metric, with a curve for each run that has values."""
     is_log = _is_log(key, [value for history in histories.values() for value in history.finite(key)])
     is_single = len(histories) == 1
     curves: list[Curve] = []
@@ -212,7 +223,7 @@ def _metric_chart(
 
 
 def describe_metric(key: str) -> ChartMetric:
-    """Return the group, title and format of a metric, whether it is built in or not."""
+    """Return the group, title and format of a metric. For unknown metrics, they are derived from the name."""
     if key in KNOWN:
         return KNOWN[key]
     prefix, slash, rest = key.partition("/")
@@ -224,24 +235,25 @@ def describe_metric(key: str) -> ChartMetric:
 
 
 def _plotted_keys(history: History) -> list[str]:
+    """Return the metrics of a run that get a chart, in the order of the charts."""
     keys = dict.fromkeys([*KNOWN, *history.keys])
     return [key for key in keys if key not in NOT_PLOTTED and history.finite(key)]
 
 
 def _is_log(key: str, finite: Sequence[float]) -> bool:
-    """Whether the axis should be logarithmic, because a linear one would only show a spike and a flat line."""
+    """Whether the axis should be logarithmic, because a linear axis would only show a spike and a flat line."""
     is_positive = min(finite) > 0
     return is_positive and (key == "grad_norm" or max(finite) > 30 * statistics.median(finite))
 
 
 def _drawn_points(history: History, key: str) -> tuple[tuple[int, str], ...]:
-    """Return the points of a curve, rounded, so that metrics that differ only by rounding are equal."""
+    """Return the rounded points of a curve, which are equal for metrics that differ only by rounding errors."""
     values = zip(history.steps, history.values(key), strict=True)
     return tuple((step, f"{value:.6g}") for step, value in values if math.isfinite(value))
 
 
 def _curves_with_trend(history: History, key: str, log: bool, name: str, trend_name: str, color: int) -> list[Curve]:
-    """Return the curve of a metric. If it is long and noisy, return faint values and their running mean."""
+    """Return the curve of a metric, or two curves if it is long and noisy: faint values and their running mean."""
     values = history.values(key)
     finite = history.finite(key)
     length = sum(abs(b - a) for a, b in itertools.pairwise(finite))

@@ -14,21 +14,24 @@ class History:
         self._rows = rows
 
     def values(self, key: str) -> list[float]:
+        """Return the value of a metric for each step; NaN for steps without a value."""
         return [math.nan if row.get(key) is None else float(row[key]) for row in self._rows]
 
     def finite(self, key: str) -> list[float]:
+        """Return the finite values of a metric, in the order of the steps."""
         return [value for value in self.values(key) if math.isfinite(value)]
 
     def last(self, key: str) -> float | None:
+        """Return the value of a metric at the last step that has one; None if no step has one."""
         return next((float(row[key]) for row in reversed(self._rows) if row.get(key) is not None), None)
 
     def lowest(self, key: str) -> tuple[float | None, int]:
-        """Return the lowest finite value and its step; (None, 0) if there is none."""
+        """Return the lowest finite value of a metric and its step; (None, 0) if there is none."""
         values = zip(self.values(key), self.steps, strict=True)
         return min(((value, step) for value, step in values if math.isfinite(value)), default=(None, 0))
 
     def steps_above(self, key: str, limit: float) -> list[int]:
-        """Return the steps whose value is above `limit`."""
+        """Return the steps whose value of a metric is above `limit`."""
         return [step for step, value in zip(self.steps, self.values(key), strict=True) if value > limit]
 
     def seconds(self) -> float:
@@ -37,20 +40,28 @@ class History:
         return sum(tokens / rate for tokens, rate in pairs if rate > 0 and math.isfinite(tokens / rate))
 
     def bad_steps(self) -> set[int]:
-        """Return the skipped steps: those with a non-finite loss or gradient norm, or that increased `bad_steps`."""
+        """Return the steps whose update was skipped.
+
+        At these steps, the loss or the gradient norm is not finite, or the counter `bad_steps` increases.
+        """
         bad = set()
         previous = 0.0
         for step, row in zip(self.steps, self._rows, strict=True):
             count = row.get("bad_steps") or 0.0
-            checked = [row[key] for key in ("loss", "grad_norm") if row.get(key) is not None]
-            if count > previous or not all(map(math.isfinite, checked)):
+            losses_and_norms = [row[key] for key in ("loss", "grad_norm") if row.get(key) is not None]
+            if count > previous or not all(map(math.isfinite, losses_and_norms)):
                 bad.add(step)
             previous = count
         return bad
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Return an exponential moving average in both directions, which does not lag. NaN is ignored."""
+    """Return the exponential moving average of values, which is not delayed because it also uses later values.
+
+    Args:
+        values: The values. NaN and infinity are ignored.
+        window: Number of steps over which the weights decay to 1/e in each direction.
+    """
     decay = 1 - 1 / window
     left = _decayed_sums(values, decay)
     right = reversed(_decayed_sums(reversed(values), decay))
@@ -80,7 +91,15 @@ def _decayed_sums(values: Iterable[float], decay: float) -> list[tuple[float, fl
 
 
 def downsample(values: Sequence[float], buckets: int) -> list[int]:
-    """Return the indices to draw: both ends, and the minimum, the maximum and one missing value of each bucket."""
+    """Return the indices of the values to draw, so that a long curve keeps its peaks and gaps.
+
+    The values are divided into buckets of equal length. The result contains both ends of the curve, and the minimum,
+    the maximum and one non-finite value of each bucket.
+
+    Args:
+        values: The values of a curve.
+        buckets: Number of buckets. A curve with at most twice as many values is drawn completely.
+    """
     count = len(values)
     if count <= 2 * buckets:
         return list(range(count))

@@ -25,7 +25,7 @@ def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None
     Args:
         file: `starts.jsonl` of the run.
         step: The last step in the loaded checkpoint; 0 for a new run.
-        facts: Further values to record, by name.
+        facts: Additional values to record as text, by name.
         steps: Number of steps of the whole run, if known.
     """
     start = {
@@ -37,18 +37,19 @@ def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None
         "git": git_state(Path.cwd()),
         "facts": dict(facts),
     }
-    before = [known for known in read_starts(file) if step and known["step"] <= step]
-    _write(file, [*before, start])
+    earlier_starts = [earlier for earlier in read_starts(file) if step and earlier["step"] <= step]
+    _write(file, [*earlier_starts, start])
 
 
 def add_seconds(file: Path, parts: Mapping[str, float]) -> None:
-    """Add the duration of each start-up phase, up to the end of the first step, to the last record."""
-    *before, last = read_starts(file)
+    """Add the duration of each start-up phase, up to the end of the first step, to the record of this launch."""
+    *earlier_starts, last = read_starts(file)
     last["seconds"] = {part: round(seconds, 3) for part, seconds in parts.items()}
-    _write(file, [*before, last])
+    _write(file, [*earlier_starts, last])
 
 
 def _write(file: Path, starts: list[dict[str, Any]]) -> None:
+    """Write all records to the file."""
     replace_file(file, "".join(json.dumps(start) + "\n" for start in starts))
 
 
@@ -58,26 +59,30 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
 
 
 def command() -> str:
-    """Return the command line of this process, so that it can be repeated.
+    """Return the command line of this process, which a user can run again.
 
-    Ranks that were started with `--nproc` do not have this flag in their command line. `facts` contains their number.
+    The launcher removes `--nproc` from the command line of the ranks. The `facts` of a record contain the number of
+    ranks.
     """
-    name = Path(sys.argv[0])
-    is_own = name.name == "omnizoo" or name.parts[-2:] == ("omnizoo", "__main__.py")
-    return shlex.join(["omnizoo" if is_own else sys.argv[0], *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    is_omnizoo = program.name == "omnizoo" or program.parts[-2:] == ("omnizoo", "__main__.py")
+    return shlex.join(["omnizoo" if is_omnizoo else sys.argv[0], *sys.argv[1:]])
 
 
 def git_state(folder: Path) -> str | None:
-    """Return the commit and the state of the working directory; None without git or a commit, or after a timeout."""
+    """Return the commit and whether files in the working directory have changed.
+
+    None if `folder` is not in a git repository with a commit, or if git is not installed or does not finish in time.
+    """
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=3, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return process.stdout.strip() if process.returncode == 0 else None
 
     commit = git("rev-parse", "--short=12", "HEAD")
     if not commit:

@@ -13,7 +13,13 @@ from omnizoo.reporting.run_folder import Metrics, RunFolder, replace_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the steps in a `metrics.jsonl`, in order. If a kill left an incomplete last line, the line is ignored."""
+    """Return the metrics of each step in a `metrics.jsonl`, in order.
+
+    If the last line is incomplete, because the process was killed while writing it, the line is ignored.
+
+    Raises:
+        UserError: If another line is damaged.
+    """
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
@@ -28,6 +34,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
+    """Return the line of `metrics.jsonl` for the metrics of a step."""
     # Non-finite values are stored as the strings NaN, Infinity and -Infinity, which float() and JavaScript's Number()
     # parse.
     plain = {k: json.dumps(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -37,11 +44,13 @@ def _line(row: Mapping[str, Any]) -> str:
 class MetricsWriter:
     """Writer that appends one object per step to `metrics.jsonl`.
 
-    Steps count from 1. `resume_step` is the last step in the loaded checkpoint, or 0 for a new run. Later steps that an
-    earlier process wrote are removed, because they will run again. The trainer writes step n and calls `flush` before
-    it commits the checkpoint of step n, so that no step is lost.
+    The trainer writes step n and calls `flush` before it commits the checkpoint of step n, so no step is lost. A failed
+    write raises OSError and leaves only complete lines, so later steps can be written once there is space.
 
-    A failed write raises OSError and leaves only complete lines, so later steps can be written once there is space.
+    Args:
+        run: The run folder.
+        resume_step: The last step in the loaded checkpoint, or 0 for a new run. Later steps in the file are removed,
+            because they will run again.
     """
 
     def __init__(self, run: RunFolder, resume_step: int) -> None:
@@ -50,6 +59,7 @@ class MetricsWriter:
         self._file, self._step = AppendingFile(run.metrics), resume_step
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Append the metrics of a step. Steps are counted from 1 and must increase."""
         assert step > self._step, f"step {step} after step {self._step}: a step is written once"
         self._step = step
         self._file.write(_line({"step": step, **metrics}).encode())
@@ -59,13 +69,14 @@ class MetricsWriter:
         self._file.sync()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 class AppendingFile:
     """A file to which complete records are appended.
 
-    It is unbuffered, with one write() per record, so a kill can only damage the last record.
+    Each record is written by one unbuffered system call, so a kill of the process can only damage the last record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,13 +90,16 @@ class AppendingFile:
             OSError: If the record could not be written, for example because the disk is full. A partial record is
                 removed, so that the next one starts on a new line.
         """
-        before = os.fstat(self._file.fileno()).st_size
-        if (written := self._file.write(record)) != len(record):
-            os.ftruncate(self._file.fileno(), before)
+        size_before = os.fstat(self._file.fileno()).st_size
+        written = self._file.write(record)
+        if written != len(record):
+            os.ftruncate(self._file.fileno(), size_before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(record)} bytes fit", str(self._path))
 
     def sync(self) -> None:
+        """Flush all records to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

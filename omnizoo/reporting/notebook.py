@@ -1,4 +1,4 @@
-"""Progress of a run in a notebook: the progress line and the curve of the loss below the cell, updated in place."""
+"""Progress of a run in a notebook: the progress line and the loss curves below the cell, updated in place."""
 
 import math
 import sys
@@ -16,13 +16,13 @@ from omnizoo.reporting.progress import Progress
 from omnizoo.reporting.run_folder import Metrics
 
 SECONDS_BETWEEN_UPDATES = 1.0
-WIDTH, HEIGHT = 640, 160  # of the curves, in pixels
+WIDTH, HEIGHT = 640, 160  # size of the chart in pixels
 MAX_POINTS = 400  # maximum number of points of a curve
-CURVES = {"loss": "loss", "eval/loss": "held-out loss"}
+CURVES = {"loss": "loss", "eval/loss": "held-out loss"}  # metrics that are drawn, and their names in the legend
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook. IPython is not imported, because a kernel has imported it."""
+    """Whether this process is the kernel of a notebook. In a kernel, IPython is already imported."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -35,7 +35,7 @@ def open_progress(total_steps: int, start_step: int, every: int, rows: Sequence[
         total_steps: Number of steps of the run.
         start_step: Step of the checkpoint that the run resumes from.
         every: Number of steps between lines, if the output is neither a notebook nor a terminal.
-        rows: Metrics of earlier steps, for the curve.
+        rows: Metrics of earlier steps, for the curves.
     """
     if is_notebook():
         return NotebookProgress(total_steps, start_step, rows)
@@ -93,6 +93,7 @@ class NotebookProgress(Progress):
                 points.append((step, value))
 
     def _print(self, text: Text) -> None:
+        """Show a message below the curves."""
         self._messages.append(text.plain)
         self._show()
 
@@ -109,10 +110,10 @@ class NotebookProgress(Progress):
 
 
 def loss_curves(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """Return the coordinates of the curves, and the labels of the axes.
+    """Return the values of the template for the curves: their coordinates in pixels, and the labels of the axes.
 
     Args:
-        points: Steps and values of each curve.
+        points: (step, value) pairs of each metric in `CURVES`.
     """
     drawn = {}
     for name, curve in points.items():

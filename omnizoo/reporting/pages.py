@@ -18,7 +18,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template to a page. Every template needs a `title`; further values depend on the template."""
+    """Render a template to HTML. The values depend on the template. Templates of complete pages need a `title`."""
     return _environment().get_template(template).render(date=time.strftime("%Y-%m-%d %H:%M"), **values)
 
 
@@ -29,12 +29,13 @@ def cell_text(value: Any) -> str:
 
 
 def is_number_text(value: Any) -> bool:
-    """Whether a table cell contains a number, possibly with a unit prefix or percent sign, which is right-aligned."""
+    """Whether a table cell contains a number, which is right-aligned. It may have a unit prefix or a percent sign."""
     return NUMBER.fullmatch(str(value)) is not None
 
 
 @cache
 def _environment() -> Environment:
+    """Return the Jinja2 environment with the filters and tests that the templates use."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

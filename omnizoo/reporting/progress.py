@@ -1,7 +1,7 @@
 """Console output of a run: a table of facts at the start, then a progress line.
 
-The line is live on a terminal. In a file or a CI log, a plain line is printed every `log.every` steps. The columns of
-`rich.progress` are not used, because they cannot be dropped by priority on a narrow terminal.
+On a terminal, the line is updated in place. In a file or a CI log, a plain line is printed every `log.every` steps.
+`rich.progress` is not used, because it cannot omit the least important columns on a narrow terminal.
 """
 
 import math
@@ -18,7 +18,7 @@ from rich.text import Text
 from omnizoo.reporting.run_folder import Metrics
 
 BAR_MIN, BAR_MAX = 5, 30  # minimum and maximum width of the bar, in columns
-# Parts of the line that are dropped on a narrow terminal, least important first.
+# Parts of the line that are omitted on a narrow terminal, least important first.
 OPTIONAL = ("elapsed", "bar", "mfu", "memory_gb", "grad_norm", "lr", "percent", "tokens_per_sec")
 FORMATS = {  # formats of metrics, in rich's markup
     "loss": "[dim]loss[/] [bold cyan]{:.5g}[/]",
@@ -31,7 +31,12 @@ FORMATS = {  # formats of metrics, in rich's markup
 
 
 def show_start(console: Console, rows: Mapping[str, str]) -> None:
-    """Print values that describe a run as a table, with one named value per row."""
+    """Print a table that describes a run at its start.
+
+    Args:
+        console: The console to print on.
+        rows: The name and value of each row.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -51,6 +56,15 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Prepare the display.
+
+        Args:
+            total_steps: Number of steps of the run.
+            start_step: Step of the checkpoint that the run resumes from.
+            every: Number of steps between lines, if the output is not a terminal.
+            console: The console to print on. Default: standard output.
+            clock: Returns the time in seconds.
+        """
         self._console = console or Console()
         self._live = Live(self, console=self._console, refresh_per_second=4) if self._console.is_interactive else None
         self._total = total_steps
@@ -74,7 +88,7 @@ class Progress:
             self._live.stop()
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of a step."""
+        """Show the metrics of a step. Held-out metrics are printed on a separate line."""
         now = self._clock()
         if step > self._first:  # the first step is slower: it warms up kernels, loaders and caches
             self._durations.append((now - self._last_update) / (step - self._step))
@@ -92,7 +106,10 @@ class Progress:
         self._print(Text(message))
 
     def remaining(self) -> float | None:
-        """Return the remaining seconds at the recent speed. The slowest step, such as a disk stall, is ignored."""
+        """Return the remaining seconds of the run, at the mean speed of recent steps; None before there is one.
+
+        The slowest of these steps is ignored, because it may have waited for the disk.
+        """
         if not self._durations:
             return None
         counted = sorted(self._durations)[:-1] or self._durations
@@ -102,8 +119,8 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield one line that fits the terminal.
 
-        The gaps are narrowed first, then parts are dropped. The bar fills the remaining width. It keeps its width while
-        the figures beside it get shorter, so that it does not jump.
+        If the terminal is narrow, the gaps are narrowed first, then parts are omitted. The bar fills the remaining
+        width. It does not grow again when the figures next to it get shorter, so the line does not flicker.
         """
         if options.max_width != self._line_width or not self._durations:
             self._line_width = options.max_width
@@ -127,6 +144,7 @@ class Progress:
         yield line
 
     def _print(self, text: Text) -> None:
+        """Print a line at once."""
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 
@@ -139,10 +157,12 @@ class Progress:
         if bar is not None:
             parts["bar"] = bar
         for name, form in FORMATS.items():
-            if (value := self._metrics.get(name)) is not None:
+            value = self._metrics.get(name)
+            if value is not None:
                 text = Text.from_markup(form.format(value))
                 parts[name] = text if math.isfinite(value) else Text(text.plain, "bold red")
-        if num_skipped := self._metrics.get("bad_steps"):
+        num_skipped = self._metrics.get("bad_steps")
+        if num_skipped:
             parts["bad_steps"] = Text(f"{num_skipped:.0f} skipped", "bold red")
         parts["elapsed"] = Text(_duration(self._clock() - self._started), "dim")
         remaining = self.remaining()
@@ -152,6 +172,7 @@ class Progress:
 
 
 def _duration(seconds: float) -> str:
+    """Format a duration: `1h05m` or `5:07` (minutes and seconds)."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}h{minute:02d}m" if hours else f"{minute}:{second:02d}"

@@ -1,7 +1,7 @@
-"""Write `report.html`, a page about one run from the files in its folder, and pages that compare several runs.
+"""Write `report.html`, a page about one run, and pages that compare several runs.
 
-Missing files are skipped, so a page can be written for a run that was interrupted or has just started. Other code adds
-content as `ReportSection`s.
+The pages are built from the files in the run folders. Missing files are skipped, so a page can be written for a run
+that was interrupted or has just started. Callers can add content as `ReportSection`s.
 """
 
 import json
@@ -44,20 +44,23 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class RunData:
-    """Content of a run folder, read on first use."""
+    """Content of a run folder. Each file is read when its property is first used."""
 
     folder: RunFolder
 
     @property
     def name(self) -> str:
+        """Name of the run folder."""
         return self.folder.root.resolve().name
 
     @cached_property
     def history(self) -> History:
+        """Metrics of all steps."""
         return History(read_metrics(self.folder.metrics))
 
     @cached_property
     def config(self) -> str:
+        """Text of the config; empty if the file does not exist."""
         return self.folder.config.read_text(encoding="utf-8") if self.folder.config.exists() else ""
 
     @cached_property
@@ -70,24 +73,27 @@ class RunData:
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
+        """Records of all launches."""
         return read_starts(self.folder.starts)
 
     @cached_property
     def bad_steps(self) -> list[dict[str, Any]]:
+        """Records of the steps whose update was skipped."""
         return read_rows(self.folder.bad_steps)
 
     @cached_property
     def bad_rows(self) -> list[dict[str, Any]]:
+        """Records of the rows that were skipped."""
         return read_rows(self.folder.bad_rows)
 
     @property
     def marks(self) -> dict[str, list[int]]:
-        """Steps that were skipped, steps that waited for data, and steps from which the run was resumed."""
+        """Steps to mark in charts: skipped steps, steps that waited for data, and steps that the run resumed from."""
         first = max(1, self.history.steps[0]) if self.history.steps else 1
-        listed = {row["step"] for row in self.bad_steps if isinstance(row.get("step"), int)}
+        recorded_bad_steps = {row["step"] for row in self.bad_steps if isinstance(row.get("step"), int)}
         start_steps = {start["step"] for start in self.starts}
         return {
-            "skipped": sorted(self.history.bad_steps() | listed),
+            "skipped": sorted(self.history.bad_steps() | recorded_bad_steps),
             "waited": self.history.steps_above("data_wait", LONG_WAIT),
             "resumed": sorted(step for step in start_steps if step >= first),
         }
@@ -102,7 +108,7 @@ class RunData:
 
     @property
     def model(self) -> str:
-        """Name of the model, followed by its modalities."""
+        """Path or type of the model, followed by its modalities; empty if the config does not contain it."""
         try:
             section = self.settings["model"]
             base = section.get("foundation") or section
@@ -166,7 +172,7 @@ def write_comparison(runs: Sequence[RunFolder], out: Path) -> Path:
 
 
 def _figures(run: RunData) -> list[tuple[str, str, str]]:
-    """Return the name, value and note of each headline figure. The value is empty if it was not measured."""
+    """Return the name, value and note of each figure at the top of the page. Values that are not known are empty."""
     history = run.history
     finite = {key: history.finite(key) for key in ("loss", "tokens", "tokens_per_sec", "fill", "memory_gb")}
     first_loss = format_value(next(iter(finite["loss"]), None))
@@ -199,6 +205,7 @@ def _figures(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _duration(seconds: float) -> str:
+    """Format a duration: `1 h 05 min`, `5 min 07 s` or `7.25 s`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
@@ -209,18 +216,20 @@ def _duration(seconds: float) -> str:
 def _facts(run: RunData) -> dict[str, str]:
     """Return the values that were recorded at the most recent launch of a run, as text, by name."""
     start = run.starts[-1] if run.starts else {}
-    named = {**_as_dict(start.get("facts")), "command": start.get("command"), "git": start.get("git")}
-    facts = {str(name): value for name, value in named.items() if isinstance(value, str)}
-    if seconds := _as_dict(start.get("seconds")):
+    values = {**_as_dict(start.get("facts")), "command": start.get("command"), "git": start.get("git")}
+    facts = {str(name): value for name, value in values.items() if isinstance(value, str)}
+    seconds = _as_dict(start.get("seconds"))
+    if seconds:
         parts = ", ".join(f"{part} {value}" for part, value in seconds.items())
         facts["start"] = f"{sum(seconds.values()):.3g} s to the end of the first step: {parts}"
-    if versions := _as_dict(start.get("versions")):
+    versions = _as_dict(start.get("versions"))
+    if versions:
         facts["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items())
     return facts
 
 
 def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
-    """Return the model's responses at the last evaluation (training/evaluation/responses.py)."""
+    """Return the prompts and responses of the last evaluation, from `samples.jsonl`, as values for the template."""
     records = [record for record in read_rows(run.samples) if isinstance(record.get("step"), int)]
     last = max((record["step"] for record in records), default=0)
     samples = []
@@ -238,7 +247,7 @@ def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
 
 
 def _describe_items(run: RunFolder, page: Path, items: Any) -> list[dict[str, Any]]:
-    """Return the description of each media item of a record. An item that is not a file has a value as text."""
+    """Return the description of each media item of a record: its file, or its value as text if it has no file."""
     described = []
     for item in items if isinstance(items, list) else []:
         if isinstance(item, dict) and "file" in item:
@@ -249,9 +258,10 @@ def _describe_items(run: RunFolder, page: Path, items: Any) -> list[dict[str, An
 
 
 def _scores(record: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, str]]:
-    """Return the metrics that judge a response to be right or wrong, and the other scores, formatted.
+    """Return the judgments and the scores of a response, by metric.
 
-    If no metric judges the response, and it equals the expected one, it is marked as right.
+    A judgment states whether the response is right. A score is a formatted number. If no metric judges a response that
+    equals the expected response, a judgment is added.
     """
     metrics = {name.removeprefix("eval/"): score for name, score in _as_dict(record.get("metrics")).items()}
     judgments = {name: score for name, score in metrics.items() if isinstance(score, bool)}
@@ -290,6 +300,7 @@ def _short_names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _differences(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, str]]:
+    """Return a table row for each config key that differs between runs, with the value of each run by its name."""
     configs = [dict(_leaves("", run.settings)) for run in runs]
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -300,6 +311,7 @@ def _differences(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a nested dict. `prefix` is the key of the dict."""
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), child)
@@ -308,4 +320,5 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
+    """Return `value` if it is a dict, otherwise an empty dict. Files may contain other values."""
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Results of training, evaluation and generation, as the Python functions return them."""
+"""Classes of the results that `omnizoo.train`, `omnizoo.evaluate` and `omnizoo.generate` return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ LAST_STEP = "last step"  # stop reason of a run that was not stopped early
 class BestMetric:
     """The best value of the metric in `checkpoint.best`, and its checkpoint."""
 
-    metric: str
+    metric: str  # name of the metric
     value: float
-    step: int
+    step: int  # step of the checkpoint
     checkpoint: Path
 
 
@@ -66,11 +66,11 @@ class GeneratedResponse:
 
 
 def read_train_result(config: Config, stop_reason: str) -> TrainResult:
-    """Return the result of a run, from the files in its folders.
+    """Read the result of a run from the files in its folders.
 
     Args:
         config: The config of the run.
-        stop_reason: What ended the run.
+        stop_reason: What ended the run (see `TrainResult.stop_reason`).
     """
     folder = RunFolder(Path(config.log.dir))
     directory = Path(config.checkpoint.dir) if config.checkpoint.dir else folder.checkpoints

@@ -1,7 +1,8 @@
 """The run folder and its files.
 
-`metrics.jsonl` contains each optimizer step exactly once, however often the run was killed. Floats are stored exactly.
-NaN and infinity are strings, so that any JSON parser can read the file, and null means "unknown". Only rank 0 writes.
+`metrics.jsonl` contains each optimizer step exactly once, even if the run was killed and resumed. Floats are stored
+exactly. NaN and infinity are strings, so any JSON parser can read the file. A null means that the value is unknown.
+Only rank 0 writes to the folder.
 """
 
 import json
@@ -18,7 +19,7 @@ Metrics = Mapping[str, float | None]
 class RunFolder:
     """Paths of the files in a run folder (`log.dir`).
 
-    Files and folders are created by their first writer.
+    Creating the object creates no files. The code that first writes to a file or folder creates it.
 
     Args:
         root: The run folder.
@@ -27,17 +28,17 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
-        self.identity = root / RUN_FILE
-        self.metrics = root / "metrics.jsonl"
-        self.bad_steps = root / "bad_steps.jsonl"
-        self.bad_rows = root / "bad_rows.jsonl"
-        self.starts = root / "starts.jsonl"
-        self.samples = root / "samples.jsonl"
+        self.identity = root / RUN_FILE  # id of the run
+        self.metrics = root / "metrics.jsonl"  # one object per step
+        self.bad_steps = root / "bad_steps.jsonl"  # one object per skipped step
+        self.bad_rows = root / "bad_rows.jsonl"  # one object per skipped row
+        self.starts = root / "starts.jsonl"  # one object per launch
+        self.samples = root / "samples.jsonl"  # one object per response to a held-out prompt
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"
         self.report = root / "report.html"
-        self.profile = root / "profile"
-        self.wandb_id = root / "wandb_id"
+        self.profile = root / "profile"  # folder for profiler traces
+        self.wandb_id = root / "wandb_id"  # id of the run at Weights & Biases
 
     @property
     def questions(self) -> Path:
@@ -62,7 +63,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically: readers get either the old or the new content."""
+    """Replace the content of a file atomically, so readers get either the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:

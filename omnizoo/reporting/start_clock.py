@@ -1,6 +1,6 @@
 """Measure the time from the command to the end of the first step, by phase.
 
-This module imports nothing slow.
+The stopwatch starts before torch is imported, so this module must import quickly.
 """
 
 import os
@@ -12,7 +12,7 @@ LAUNCHED_AT = "OMNIZOO_LAUNCHED_AT"  # start time of the launcher, in seconds si
 
 
 class StartClock:
-    """Stopwatch for start-up phases. `done(part)` counts the time since the last call toward a phase."""
+    """Stopwatch for start-up phases. Call `done` at the end of each phase."""
 
     def __init__(self, whole_process: bool = False) -> None:
         """Start the stopwatch.
@@ -31,7 +31,7 @@ class StartClock:
             self.done("interpreter")
 
     def done(self, part: str) -> None:
-        """Count the time since the last call toward the phase `part`."""
+        """Add the time since the last call, or since the start, to the duration of the phase `part`."""
         now = time.time()
         self.parts[part] = self.parts.get(part, 0.0) + max(0.0, now - self._at)
         self._at = now

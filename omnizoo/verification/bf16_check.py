@@ -67,11 +67,12 @@ def watching(model: nn.Module, rounded: list[str]) -> Iterator[None]:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _float_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors in the arguments of a module, including those of media items, with a name."""
+    """Yield the name and value of each floating-point tensor in the arguments of a module, including media items."""
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield name, value

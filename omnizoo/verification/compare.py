@@ -51,7 +51,16 @@ class Verdict:
 
 
 def verdict_of(folder: Path, layout: Layout, device: str = "cpu") -> Verdict:
-    """Run the trial of `layout` in new processes, with the config and reference that `prepare` wrote to `folder`."""
+    """Run the trial of `layout` in new processes, and compare it with the reference.
+
+    Args:
+        folder: Folder that `prepare` wrote, with the config and the reference.
+        layout: The layout to verify.
+        device: Device type of the ranks.
+
+    Raises:
+        RankError: If a rank fails, or if the ranks do not finish in time.
+    """
     run_in_processes(layout.world, try_layout, folder, layout, device=device)
     return Verdict(**json.loads((folder / "verdict.json").read_text()))
 
@@ -166,7 +175,7 @@ def _mismatches(trial: Trial, reference: Trial) -> list[str]:
 def _verdict(
     trial: Trial, reference: Trial, layout: str, worst: str, gradient: float, reasons: Sequence[str]
 ) -> Verdict:
-    """Return the verdict. The layout passes if `reasons` is empty."""
+    """Return the verdict on a layout. It passes if `reasons`, the list of defects that were found, is empty."""
     losses = _relative(trial.losses, reference.losses)
     return Verdict(
         layout=layout,
@@ -188,7 +197,7 @@ def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float
 
 
 def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
-    """Return a message about the first module whose output has a larger error than in one process in bf16."""
+    """Return a message about the first module whose error in bf16 is too large, compared with one process in bf16."""
     for name, expected in reference.activations.items():  # in order of execution
         if name not in trial.activations or name not in rounded.activations:
             continue
@@ -220,7 +229,10 @@ def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str
 
 
 def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float], tolerance: Tolerance) -> str:
-    """Return a message about the first tensor that differs: activations in forward order, then gradients in reverse."""
+    """Return a message about the first tensor that differs.
+
+    Activations are compared in forward order. If all of them agree, gradients are compared in the reverse order.
+    """
     for name, expected in reference.activations.items():  # in order of execution
         if name not in trial.activations:
             continue

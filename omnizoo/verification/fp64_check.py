@@ -1,10 +1,11 @@
-"""Second check of `verify` in fp32, for gradients that even one process does not compute within the tolerance.
+"""Second check of `verify` in fp32, for gradients whose rounding errors exceed the tolerance.
 
 A gradient that is a small difference of large numbers has few correct digits in fp32, both in one process and in any
-layout. The two results may therefore disagree although there is no defect. fp64 shows whether there is one, because it
-removes rounding errors but not defects. A layout passes if it agrees with one process in fp64 within the fp64
-tolerance, and if its difference from one process in fp32 is not much larger than the error of that process, measured
-against fp64.
+layout. The two results may therefore disagree although the layout has no defect. A trial in fp64 separates the two
+causes: it removes rounding errors, but not defects. A layout passes under two conditions:
+
+- In fp64, it agrees with one process within the fp64 tolerance.
+- In fp32, its difference from one process is at most `FACTOR` times the error of this process, measured against fp64.
 """
 
 from dataclasses import replace
@@ -23,7 +24,8 @@ FACTOR = 10.0
 def recheck_in_fp64(config: Config, layout: Layout, folder: Path, verdict: Verdict, device: str = "cpu") -> Verdict:
     """Repeat the trial of a failed layout in fp64, if rounding errors may explain the failure.
 
-    This is the case if only gradients differ, by at most `FACTOR` times the error of one process in fp32.
+    Rounding errors may explain a failure if only gradients differ, by at most `FACTOR` times the error of one process
+    in fp32.
 
     Args:
         config: The user's config.

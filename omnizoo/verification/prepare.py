@@ -45,6 +45,9 @@ def prepare(
         precision: `fp32`, `fp64` or `bf16`.
         folder: Folder to write to; created if needed.
         device: Device type of the process.
+
+    Raises:
+        UserError: If the model cannot be verified, or does not support a listed layout.
     """
     folder.mkdir(parents=True, exist_ok=True)
     small = _with_groups(shrink(config, world, precision), config)
@@ -116,7 +119,12 @@ def choose(config: Config, world: int, selection: str) -> list[Layout]:
 
 
 def few_layouts(world: int, experts: bool) -> list[Layout]:
-    """Return three layouts: HSDP, Ulysses x ring, and FSDP (for MoE, with expert parallelism over all ranks)."""
+    """Return three layouts: HSDP, Ulysses x ring, and FSDP (for MoE: FSDP x Ulysses with expert parallelism).
+
+    Args:
+        world: Number of ranks.
+        experts: Whether the model has experts.
+    """
     half = max(1, world // 2)
     last = Layout(dp_shard=half, ulysses=world // half, ep=world) if experts else Layout(dp_shard=world)
     return [Layout(dp_replicate=world // half, dp_shard=half), Layout(ulysses=world // half, ring=half), last]
@@ -157,7 +165,10 @@ def parse(name: str, world: int) -> Layout:
 
 
 def with_family(config: Config, family: str) -> Config:
-    """Return `config` with the default model of `family`, reduced to few experts, and the tokenizer of `config`."""
+    """Return `config` with the default model of a model type instead of its own model.
+
+    The number of experts is reduced. The tokenizer stays the same, and special token ids are changed to fit it.
+    """
     check_family(family)
     tokens = len(load_tokenizer(config.model))
     inline = {"model_type": family, "vocab_size": tokens, **few_experts(family), **special_tokens(family, tokens)}
@@ -185,7 +196,10 @@ def default_fields(family: str) -> dict[str, Any]:
 
 
 def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
-    """Return config fields that replace a family's special token ids beyond the vocabulary with the last valid id."""
+    """Return config fields that replace special token ids of a family which the vocabulary does not contain.
+
+    They are replaced with the last id of the vocabulary.
+    """
     ids = {key: value for key, value in default_fields(family).items() if key.endswith("_token_id")}
     return {key: vocabulary - 1 for key, value in ids.items() if isinstance(value, int) and value >= vocabulary}
 
@@ -193,8 +207,8 @@ def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
 def few_experts(family: str) -> dict[str, int]:
     """Return config fields for 16 experts, or none if the family has no experts.
 
-    The number of experts per token is set to 2 if its default is missing or at most 1. A missing number of shared
-    experts is set to 1.
+    The number of experts per token is set to 2 if its default is missing or 0, or if the family has at most one expert
+    by default. A missing number of shared experts is set to 1.
     """
     fields = default_fields(family)
     changes = {key: 16 for key in EXPERTS if key in fields}

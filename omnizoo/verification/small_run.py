@@ -15,8 +15,8 @@ from omnizoo.models.small_config import shrink_model
 from omnizoo.models.user_module import is_own_module
 from omnizoo.training.causality_probe import probe
 
-PACK_TOKENS = 96
-TILE_TOKENS = 7
+PACK_TOKENS = 96  # maximum pack length
+TILE_TOKENS = 7  # maximum `parallel.tile_tokens`, so that each rank splits its tokens of a short pack into tiles
 RANK = 4  # maximum rank of an adapter
 
 
@@ -40,9 +40,9 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     if not reads_media(config.model) and config.preference_pairs == "refused":
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
     parallel: dict[str, Any] = {}
-    if config.parallel.reshard_after_forward is None:  # the default for a small model would not reshard
+    if config.parallel.reshard_after_forward is None:  # by default, a small model would not be resharded
         parallel["reshard_after_forward"] = True
-    if config.parallel.tile_tokens is not None:  # small enough to split one rank's part of a small pack
+    if config.parallel.tile_tokens is not None:
         parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
     train: dict[str, Any] = {"steps": 3, "epochs": None, "warmup_steps": 0, "warmup_ratio": 0.0}
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
@@ -52,7 +52,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
 
 
 def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:
-    """Return `small` with an adapter on the same modules as in `model`, as far as the small copy has them.
+    """Return `small` with an adapter on the same modules as in `model`, except modules that the small copy lacks.
 
     Both adapter matrices are randomly initialized. If one were zero, the gradient of the other would be zero for every
     layout, and nothing could be compared.

@@ -44,9 +44,14 @@ class Trial:
 
 
 def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
-    """Train the steps of `config` on `layout`, whose size must be the world size of `process`.
+    """Train the steps of `config` on `layout`, and record the values to compare.
 
     Collective: all ranks must call it.
+
+    Args:
+        config: The scaled-down config.
+        layout: The layout, whose size must be the world size of `process`.
+        process: This rank.
     """
     config = config.changed(parallel=asdict(layout))
     mesh = build_mesh(config, process)
@@ -116,8 +121,8 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     mesh = objective.mesh
     has_first_pack = [0 in batch.packs for batch in batches]
     ranks_with_pack = mesh.sum([float(flag) for flag in has_first_pack])  # for each micro-batch
-    number = int(max(range(len(batches)), key=ranks_with_pack.__getitem__))
-    batch = batches[number]
+    batch_index = int(max(range(len(batches)), key=ranks_with_pack.__getitem__))
+    batch = batches[batch_index]
     local_outputs: dict[str, torch.Tensor] = {}
     # Run in eager mode, because hooks would be compiled into the graphs of the blocks.
     with (
@@ -130,7 +135,7 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
 
     layout = mesh.layout
     token_index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
-    message = (token_index, local_outputs, batch.tokens) if has_first_pack[number] else None
+    message = (token_index, local_outputs, batch.tokens) if has_first_pack[batch_index] else None
     messages = [message for message in mesh.gather(message) if message is not None]
     outputs: dict[str, torch.Tensor] = {}
     if messages:

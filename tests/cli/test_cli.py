@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import omnizoo
 from omnizoo.cli import doctor
 from omnizoo.cli import train as train_command
 from omnizoo.cli.completion.words import section_names
@@ -315,6 +316,8 @@ def test_doctor_json_reports_no_problem_on_this_machine(capsys):
     assert {p["name"]: p["needed"] for p in facts["packages"]}["torch"] == "<2.14,>=2.13.0"
     assert facts["backends"]["gloo"]
     assert set(facts["kernels"]) == set(doctor.KERNELS)
+    ops = " ".join(file.read_text() for file in Path(omnizoo.__file__).parent.glob("ops/**/*.py"))
+    assert [name for name in facts["kernels"] if name not in ops] == []  # nothing is listed that no code uses
     is_bf16_slow = facts["gflops"]["fp32"] > 5 * facts["gflops"]["bf16"]
     assert is_bf16_slow == any("bf16 is" in warning for warning in facts["warnings"])
 

@@ -74,7 +74,7 @@ def assert_equal(found: Columns, expected: Columns) -> None:
 
 @given(parts)
 @settings(max_examples=200, deadline=None)
-def test_parts_of_a_concatenation_are_the_parts_with_missing_columns_filled(parts: list[Columns]) -> None:
+def test_concatenation_fills_missing_columns(parts: list[Columns]) -> None:
     joined = concatenate(parts)
     assert joined.keys() == {name for part in parts for name in part}
     start = 0
@@ -90,7 +90,7 @@ def test_parts_of_a_concatenation_are_the_parts_with_missing_columns_filled(part
 
 @given(parts, st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_a_mask_selects_what_its_indices_select(parts: list[Columns], random: Any) -> None:
+def test_mask_and_its_indices_select_the_same_tokens(parts: list[Columns], random: Any) -> None:
     joined = concatenate(parts)
     mask = np.array([random.random() < 0.5 for _ in range(num_tokens(joined))])
     assert_equal(select(joined, mask), select(joined, np.flatnonzero(mask)))
@@ -99,7 +99,7 @@ def test_a_mask_selects_what_its_indices_select(parts: list[Columns], random: An
 
 @given(parts)
 @settings(max_examples=200, deadline=None)
-def test_columns_of_the_next_token_are_shifted_within_segments(parts: list[Columns]) -> None:
+def test_next_token_columns_are_shifted_within_segments(parts: list[Columns]) -> None:
     lengths = [num_tokens(part) for part in parts]
     joined = concatenate(parts)
     shifted = shift_to_next_token(joined, lengths)
@@ -116,7 +116,7 @@ def test_columns_of_the_next_token_are_shifted_within_segments(parts: list[Colum
 
 @given(parts)
 @settings(max_examples=100, deadline=None)
-def test_a_segment_of_a_shifted_pack_is_the_shifted_segment(parts: list[Columns]) -> None:
+def test_shifting_a_pack_shifts_each_segment(parts: list[Columns]) -> None:
     lengths = [num_tokens(part) for part in parts]
     joined = concatenate(parts)
     shifted = shift_to_next_token(joined, lengths)
@@ -128,7 +128,7 @@ def test_a_segment_of_a_shifted_pack_is_the_shifted_segment(parts: list[Columns]
 
 
 @given(columns, st.integers(0, 8), st.integers(1, 9))
-def test_positions_of_later_pieces_start_again_and_other_columns_do_not(whole: Columns, start: int, size: int) -> None:
+def test_only_positions_restart_in_later_pieces(whole: Columns, start: int, size: int) -> None:
     start = min(start, num_tokens(whole) - 1)
     piece = cut_piece(whole, start, start + size)
     for name, column in select(whole, slice(start, start + size)).items():
@@ -138,7 +138,7 @@ def test_positions_of_later_pieces_start_again_and_other_columns_do_not(whole: C
 
 @given(parts)
 @settings(max_examples=50, deadline=None)
-def test_tensors_have_a_batch_axis_and_wide_integers(parts: list[Columns]) -> None:
+def test_tensors_have_a_batch_axis_and_int64_integers(parts: list[Columns]) -> None:
     joined = concatenate(parts)
     for name, tensor in to_tensors(joined).items():
         assert tensor.shape == (*joined[name].shape[:-1], 1, num_tokens(joined))
@@ -148,7 +148,7 @@ def test_tensors_have_a_batch_axis_and_wide_integers(parts: list[Columns]) -> No
 
 @given(st.lists(columns, min_size=2, max_size=5), st.integers(0, 4))
 @settings(max_examples=100, deadline=None)
-def test_a_batch_is_its_packs_end_to_end_with_dummies_counted_nowhere(parts: list[Columns], dummy: int) -> None:
+def test_batch_concatenates_packs_and_excludes_dummies_from_counts(parts: list[Columns], dummy: int) -> None:
     packs = [Pack(i, part, [num_tokens(part)], [f"0/0/{i}/0"]) for i, part in enumerate(parts)]
     dummy %= len(packs)
     packs[dummy] = dummy_pack(dummy)
@@ -165,7 +165,7 @@ def test_a_batch_is_its_packs_end_to_end_with_dummies_counted_nowhere(parts: lis
         assert batch.columns["position_ids"].tolist() == [[i for length in lengths for i in range(length)]]
 
 
-def test_the_kto_baseline_takes_mismatched_segments_with_all_their_columns() -> None:
+def test_kto_baseline_gets_mismatched_segments_with_all_columns() -> None:
     roles = ["desirable", "mismatched", "", "mismatched"]
     parts = [columns_of(length, set(OPTIONAL), length) for length in (3, 2, 4, 1)]
     preferences = Preferences(roles, [f"key {i}" if role else "" for i, role in enumerate(roles)])
@@ -188,16 +188,14 @@ def test_content_keys_hash_32_bit_ids_labels_and_positions() -> None:
     assert content_keys(pack, ["chosen", ""]) == [xxhash.xxh3_128(hashed).hexdigest(), ""]
 
 
-def test_names_of_built_in_columns_are_refused_in_rollouts(tmp_path: Path) -> None:
+def test_rollout_with_built_in_column_name_raises(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path), [])
     reader = RolloutReader(Renderer(load_tokenizer(config.model), True), 64, None)
     with pytest.raises(UserError, match=r"^rollouts: .*labels"):
         reader.to_train([Rollout([1, 2], [3, 4], extra={"labels": [1.0, 2.0]})], [])
 
 
-def test_a_new_column_is_an_entry_a_place_that_fills_it_and_a_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_column_reaches_a_custom_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The column repeats the weights of rows that have some, so that sums by it are known."""
     monkeypatch.setitem(TOKEN_FIELDS, "rarity", TokenField("rarity", np.float32, 1.0, True, True))
     render = Renderer.render_samples

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from omni import FOUNDATIONS, MODALITIES, SENSOR, make_media, write_omni_config
-from tiny import read_steps, write_rows
+from omni import FOUNDATIONS, MODALITIES, SENSOR, VISION, make_media, write_omni_config
+from tiny import SHAPE, read_steps, write_config, write_rows
 
 from omnizoo.balancing.balancer import Balancer
 from omnizoo.balancing.prefetch import next_step
@@ -95,6 +95,30 @@ def test_frozen_components_agree_and_get_no_gradient(tmp_path: Path) -> None:
     trained = load_trial(tmp_path / "verify").gradients
     assert not [name for name in trained if name.startswith(("foundation.", "encoders.image.tower"))]
     assert [name for name in trained if name.startswith("encoders.image.projector")]
+
+
+@pytest.mark.slow
+def test_model_without_projector_agrees_with_one_process(tmp_path: Path) -> None:
+    image = {"encoder": {"kind": "vision", "config": {**VISION, "hidden_size": SHAPE["hidden_size"]}}}
+    image["projector"] = "none"
+    rows = [
+        {"messages": [{"role": "user", "content": "<image> what?"}, {"role": "assistant", "content": f"it is {i}"}]}
+        | {"images": [make_media(tmp_path / "media", random.Random(0), 2)["image"][i % 2]]}
+        for i in range(16)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    config = write_config(
+        tmp_path,
+        model={
+            "config": None,
+            "foundation": {"config": {"model_type": "llama", **SHAPE, "vocab_size": 544}},
+            "modalities": {"image": image},
+        },
+        data={"sources": [{"path": str(tmp_path / "rows.jsonl")}], "pack_tokens": 128},
+    )
+    assert disagreements(config, 2, "uly2", tmp_path / "verify") == []
+    names = load_trial(tmp_path / "verify").gradients
+    assert not [name for name in names if ".projector." in name]
 
 
 class Mix:

@@ -68,7 +68,7 @@ def test_sources_without_weights_are_mixed_by_size(
 
 
 @pytest.mark.slow
-def test_a_run_that_started_with_equal_shares_keeps_them(
+def test_run_with_equal_shares_keeps_them_on_resume(
     config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before shares followed sizes, sources without weights were stored, and mixed, with weights of 1."""

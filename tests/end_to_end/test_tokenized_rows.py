@@ -88,7 +88,7 @@ def test_runs_on_token_ids_equal_runs_on_texts(config: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("boundaries", ["position_ids", "cu_seqlens"])
-def test_documents_of_a_packed_row_do_not_see_each_other(config: Path, tmp_path: Path, boundaries: str) -> None:
+def test_documents_of_a_packed_row_do_not_attend_to_each_other(config: Path, tmp_path: Path, boundaries: str) -> None:
     """The first step on four documents in one row equals that on the same documents in rows of their own."""
     documents = tokenized(config.parent, "texts.jsonl")[:4]
     lengths = [len(row["input_ids"]) for row in documents]
@@ -150,7 +150,7 @@ def test_new_writes_a_config_for_token_ids_that_trains(config: Path, tmp_path: P
     assert len(read_steps(tmp_path / "run")) == 3
 
 
-def test_rows_from_python_and_ids_beyond_the_vocabulary(config: Path, tmp_path: Path) -> None:
+def test_python_rows_train_and_ids_beyond_the_vocabulary_raise(config: Path, tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"]} for row in tokenized(config.parent, "texts.jsonl")[:50]]
     settings = yaml.safe_load(config.read_text())
     settings["log"]["dir"] = str(tmp_path / "run")

@@ -61,7 +61,7 @@ def error_of(config: Path, capsys: pytest.CaptureFixture[str], *args: str) -> st
     ],
     ids=["gated", "503", "429", "401", "418", "pickles", "no-config", "gguf", "flip", "flip-small", "short", "cut"],
 )
-def test_a_repository_that_cannot_be_used_is_one_line(
+def test_unusable_repository_prints_one_line(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Repo], None], parts: list[str]
 ) -> None:
     change(hub.repos["models/acme/tiny"])
@@ -89,13 +89,13 @@ def test_a_repository_that_cannot_be_used_is_one_line(
         (["--model.path", "./acme"], "model.tokenizer: ./acme is not a"),
     ],
 )
-def test_a_wrong_name_is_one_line_with_its_key(
+def test_invalid_name_prints_one_line_with_its_key(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], args: list[str], start: str
 ) -> None:
     assert error_of(config, capsys, *args).startswith(f"error: {start}")
 
 
-def test_a_token_without_access_is_told_from_a_missing_token(
+def test_token_without_access_is_reported(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repos["models/acme/tiny"].access = "gated"
@@ -104,7 +104,7 @@ def test_a_token_without_access_is_told_from_a_missing_token(
 
 
 @pytest.mark.parametrize("fault", ["flipped", "short", "cut"])
-def test_a_damaged_download_is_repeated_and_complete_files_are_kept(
+def test_damaged_download_is_repeated_and_complete_files_are_kept(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], fault: str, published: Path
 ) -> None:
     repo = hub.repos["models/acme/tiny"]
@@ -118,7 +118,7 @@ def test_a_damaged_download_is_repeated_and_complete_files_are_kept(
     assert hub.files() == {"model.safetensors": 1, "README.md": 1, "train.jsonl": 1}
 
 
-def test_a_damaged_dataset_is_refused(hub: Hub, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_dataset_raises(hub: Hub, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repos["datasets/acme/chats"].flipped = {"data/train.jsonl"}
     assert error_of(config, capsys).startswith("error: data.sources.0.path: acme/chats: data/train.jsonl was damaged")
 
@@ -156,7 +156,7 @@ def test_a_cache_that_another_tool_filled_is_used_offline(
     assert main(["data", "inspect", str(config)]) == 0
 
 
-def test_an_offline_dataset_without_a_list_of_its_files_is_refused(
+def test_offline_dataset_without_file_list_raises(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     snapshot_download("acme/tiny", cache_dir=tmp_path / "other")
@@ -167,7 +167,7 @@ def test_an_offline_dataset_without_a_list_of_its_files_is_refused(
     assert error_of(config, capsys).startswith("error: data.sources.0.path: acme/chats: ")
 
 
-def test_a_full_disk_is_refused_before_the_download(
+def test_full_disk_raises_before_the_download(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=1, f_frsize=4096))
@@ -183,7 +183,7 @@ def test_a_cache_that_is_not_writable_is_named(
     assert error_of(config, capsys).startswith("error: model.path: acme/tiny: ")
 
 
-def test_a_dataset_with_several_subsets_asks_for_one(
+def test_dataset_with_several_subsets_raises(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], rows: dict[str, bytes]
 ) -> None:
     card = """---
@@ -225,7 +225,7 @@ def test_modelscope_downloads_with_its_own_package(
 
 
 @pytest.mark.parametrize("trust", ["false", "true"])
-def test_a_repository_that_needs_code_is_refused(
+def test_repository_that_needs_code_raises(
     hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], trust: str
 ) -> None:
     needs_code = b'{"model_type": "unknown", "auto_map": {"AutoConfig": "modeling_tiny.Config"}}'

@@ -89,7 +89,7 @@ def test_sigterm_saves_and_ends_a_run_whose_worker_is_stopped(tmp_path: Path) ->
 @pytest.mark.parametrize("start", ["one process", "launcher", "torchrun"])
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT twice", "killed starter", "killed rank"])
 @pytest.mark.parametrize("is_stuck", [True, False], ids=["stuck", "healthy"])
-def test_no_process_survives(start: str, end: str, is_stuck: bool, tmp_path: Path) -> None:
+def test_no_process_outlives_the_run(start: str, end: str, is_stuck: bool, tmp_path: Path) -> None:
     run, ranks = trained(tmp_path, start)
     tree = run.tree()
     if is_stuck:

@@ -255,6 +255,7 @@ def test_pixel_shuffle_concatenates_neighbors() -> None:
     [
         ({"kind": "conv"}, "projector.kind"),
         ({"kind": "mlp", "factor": 2}, "projector.factor"),
+        ({"kind": "none"}, r"projector\.kind: none .*8 .*16"),
         ({"kind": "resampler", "heads": 7}, "projector.heads"),
         ({"kind": "resampler", "rows": 0}, "projector.rows"),
     ],

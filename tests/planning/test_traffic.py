@@ -31,7 +31,7 @@ def test_collective_on_one_axis_needs_no_tag() -> None:
 
 
 def test_untagged_collective_on_several_axes_raises() -> None:
-    with pytest.raises(UserError, match=r"^plan: all-reduce on ranks that the axes shard, world"):
+    with pytest.raises(UserError, match=r"^plan: all-reduce .*shard, world"):
         send("shard", "world")
 
 

@@ -22,7 +22,7 @@ from omni import CODEC, LISTENING, VISION
 from tiny import SHAPE, model_config, write_rows
 
 from omnizoo.config import reference
-from omnizoo.config.foreign_keys import MOVED_KEYS
+from omnizoo.config.moved_keys import MOVED_KEYS
 
 INFINITE, NAN = float("inf"), float("nan")
 LONG = "x" * 100_000

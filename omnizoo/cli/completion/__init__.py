@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script. Returns 0."""
+    """Print the completion script of the chosen shell. Returns 0."""
     from omnizoo.cli.completion.words import commands, config_keys, named_mappings, section_names
     from omnizoo.cli.render_file import render_file
 

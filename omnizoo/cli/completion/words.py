@@ -48,12 +48,13 @@ def named_mappings() -> list[str]:
 
 
 def section_names() -> list[str]:
-    """Return the names that `--help` accepts: sections of the config, also nested ones."""
+    """Return the names of config sections that `--help` accepts, including nested sections."""
     parents = {plain_key(key.key).rpartition(".")[0] for key in reference.all_keys()}
     return sorted(parents)
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> Command:
+    """Describe a command by the arguments of its subparser."""
     arguments = [_argument(action) for action in parser._actions]
     return Command(
         name=name,
@@ -65,6 +66,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Command:
 
 
 def _argument(action: argparse.Action) -> Argument:
+    """Describe an argument of a command for completion."""
     choices = [str(choice) for choice in action.choices or ()]
     is_positional = not action.option_strings
     if action.metavar == "SECTION":

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError, printable, shorten
-from omnizoo.config.foreign_keys import our_key
+from omnizoo.config.foreign.lookup import hint_for
 from omnizoo.config.reference import Key
 
 
@@ -77,14 +77,14 @@ def print_search(words: Sequence[str], prog: str) -> None:
     by_text = [key for key in keys if all(word in f"{key.key} {key.description}".lower() for word in lowered)]
     found = by_name + [key for key in by_text if key not in by_name]
     if not found:
-        replacement = our_key(words[0]) if len(words) == 1 else None
+        replacement = hint_for(words[0]) if len(words) == 1 else None
         hint = replacement or "Use fewer or shorter words"
         raise UserError(f"--help-search: no key contains {shorten(printable(json.dumps(list(words))))}; {hint}.")
     _print_keys(found, keys, prog)
 
 
 def _print_keys(shown: Iterable[Key], keys: Sequence[Key], prog: str) -> None:
-    """Print each key with its description, type and default. A key with nested keys refers to their help."""
+    """Print each key with its description, type and default, or with the help command for its nested keys."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
@@ -96,11 +96,12 @@ def _print_keys(shown: Iterable[Key], keys: Sequence[Key], prog: str) -> None:
 
 
 def _has_nested(key: Key, keys: Iterable[Key]) -> bool:
+    """Whether a key has nested keys."""
     return any(other.key.startswith(f"{key.key}.") for other in keys)
 
 
 def plain_key(key: str) -> str:
-    """Return a key without `N` and `NAME`."""
+    """Return a key without its placeholders `N` (an index) and `NAME` (chosen by the user)."""
     return ".".join(part for part in key.split(".") if part not in ("N", "NAME"))
 
 
@@ -111,7 +112,7 @@ def _description_of(section: str, keys: Iterable[Key]) -> str:
 
 def _unknown(name: str, keys: Iterable[Key]) -> str:
     """Return a message about a name that is neither a section nor a key."""
-    replacement = our_key(name)
+    replacement = hint_for(name)
     if replacement is not None:
         return f"{name} is not a key; {replacement}"
     last_parts = {key.key.rpartition(".")[2]: plain_key(key.key) for key in keys}
@@ -123,6 +124,7 @@ def _unknown(name: str, keys: Iterable[Key]) -> str:
 
 
 def _console() -> Console:
+    """Return a console that is 100 columns wide if the output is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console.width = 100

@@ -25,12 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="PATH",
         type=path_argument,
-        help="file for the config (default: first.yaml), or folder for the modality (default: the working directory)",
+        help="file to write the config to (default: first.yaml), or folder to write the modality to (default: the "
+        "working directory)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a config or a modality, and return 0."""
+    """Write a config, or the files of a modality. Returns 0."""
     if args.model == "modality":
         if args.overrides:
             raise UserError(f"new modality: {args.overrides[0]} is not used: a modality has no config. Remove it.")

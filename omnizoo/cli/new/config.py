@@ -1,8 +1,8 @@
 """`omnizoo new MODEL DATA`: write a config that trains without edits, with the reason for each value.
 
-Sizes depend on the lengths of the samples, the experts and positions of the model, and the memory of this machine.
-Values that depend on the user's goal, such as the learning rate and the number of epochs, are marked with "choose". If
-the rows cannot be read without a decision of the user, one line is marked with "CHOOSE".
+Sizes depend on the lengths of the samples, the model's number of experts and maximum number of positions, and the
+memory of this machine. Values that depend on the user's goal, such as the learning rate and the number of epochs, are
+marked with "choose". If the rows cannot be read before the user has made a decision, one line is marked with "CHOOSE".
 """
 
 import argparse
@@ -27,35 +27,35 @@ from omnizoo.config.overrides import apply_override, parse_overrides
 from omnizoo.hub.resolve import resolve_names
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
-MAX_CORES = 8  # cores of a machine without devices that a step is sure to use
-MAX_COMMENT = 300  # characters of a comment
-MIN_ROWS_TO_SPLIT = 20  # minimum number of rows in a source for holding some of them out
-STATE_BYTES = 16  # per trained parameter: fp32 weight, gradient and two moments
+MAX_CORES = 8  # on a machine without accelerators, packs per step are a multiple of at most this many ranks
+MAX_COMMENT = 300  # maximum number of characters in a comment
+MIN_ROWS_TO_SPLIT = 20  # a source with fewer rows is used for training only
+STATE_BYTES = 16  # bytes per trained parameter: fp32 weight, gradient and two moments
 
 
 @dataclass(frozen=True)
 class NewConfigFacts:
     """Facts about the model, the data and the machine that determine the sizes in a config."""
 
-    model: str  # folder
-    part: str | None
-    family: str
-    parameters: int
-    experts: int
-    positions: int | None
-    modalities: tuple[str, ...]
-    data: str
+    model: str  # MODEL argument: folder or name on the hub
+    part: str | None  # submodel to train (`model.part`); None for the complete model
+    family: str  # class name of the model
+    parameters: int  # number of parameters
+    experts: int  # number of experts; 0 for dense models
+    positions: int | None  # maximum number of positions; None if there is no limit
+    modalities: tuple[str, ...]  # names of the modalities that the model reads or generates
+    data: str  # DATA argument: path or name on the hub
     settings: DatasetSettings
-    changes: Mapping[str, Any]  # keys from the command line
-    format: str
-    rows: int
+    changes: Mapping[str, Any]  # values from the command line, by key
+    format: str  # row schema
+    rows: int  # number of rows in the source
     lengths: list[int]  # sorted lengths of the inspected samples, in tokens
     splits: tuple[str, str] | None  # names of the training and evaluation splits
-    nproc: int
-    cores: int
-    is_host: bool
-    memory: int  # in bytes: memory of one device, or of this machine if it has no devices
-    device: str
+    nproc: int  # number of ranks
+    cores: int  # number of CPU cores that this process may use
+    is_host: bool  # whether the machine has no accelerator
+    memory: int  # bytes of memory of one accelerator, or of the machine if it has none
+    device: str  # name of the accelerator or CPU
 
     @property
     def median(self) -> int:
@@ -69,7 +69,17 @@ class NewConfigFacts:
 
 
 def new_config(args: argparse.Namespace) -> int:
-    """Write a config for a model folder and data."""
+    """Write a config for a model and data, and print the next commands.
+
+    Args:
+        args: The command line.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        UserError: If the file exists or cannot be written, or the model or the data cannot be used.
+    """
     out = args.out or Path("first.yaml")
     if out.exists():
         raise UserError(f"--out: {out} already exists. Delete it, or choose another file.")
@@ -105,7 +115,7 @@ def print_summary(facts: NewConfigFacts, out: Path) -> None:
 
 
 def check_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys from the command line. Raises `UserError` if one of them is not valid."""
+    """Return the config values from the command line, by key. Raises `UserError` if one of them is not valid."""
     source = {"path": args.data}
     sections = {"model": {"path": args.model}, "data": {"sources": [source], "eval_sources": [source]}}
     load_config(sections, args.overrides)
@@ -113,13 +123,20 @@ def check_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys from the command line that do not determine how rows are read, which the settings contain."""
+    """Return the changes without the keys for reading rows, because `DatasetSettings` already contains these."""
     in_settings = ("data.sources.", "data.eval_sources", "data.ignore", "data.on_bad_row", "data.chat_template")
     return {key: value for key, value in changes.items() if not key.startswith((*in_settings, "train.losses"))}
 
 
 def dataset_settings(model: str, data: str, changes: Mapping[str, Any], out: Path) -> DatasetSettings:
-    """Return the settings for reading the rows before any fix: the arguments, and keys from the command line."""
+    """Return the initial settings for reading the rows, to which `fit_settings` applies fixes.
+
+    Args:
+        model: The argument MODEL.
+        data: The argument DATA.
+        changes: Config values from the command line, by key.
+        out: File for the config. A chat template is written next to it.
+    """
     sections: dict[str, dict[str, Any]] = {"model": {"path": model}, "data": {"sources": [{"path": data}]}}
     for key, value in changes.items():
         if key.startswith(("model.", "data.", "train.losses")):
@@ -143,8 +160,11 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
 
     Args:
         args: The command line.
-        changes: Keys from the command line.
+        changes: Config values from the command line, by key.
         out: File for the config.
+
+    Raises:
+        UserError: If the model or the data cannot be used.
     """
     model, data = args.model, args.data
     if parse_name(model) is None and not Path(model).expanduser().is_dir():
@@ -242,7 +262,7 @@ def power_above(value: float) -> int:
 
 
 def pack_tokens(facts: NewConfigFacts) -> int:
-    """Return a pack length that fits 99 % of the samples, and several samples of median length."""
+    """Return a pack length. At least 99 % of the samples fit into a pack, and usually several of median length."""
     if facts.changes.get("data.pack_tokens"):
         return int(facts.changes["data.pack_tokens"])
     num_samples = len(facts.lengths)
@@ -253,7 +273,7 @@ def pack_tokens(facts: NewConfigFacts) -> int:
 
 
 def held_out(facts: NewConfigFacts) -> int:
-    """Return n if every n-th row should be held out for evaluation, or 0 if none should."""
+    """Return n if every n-th row should be held out for evaluation, or 0 if no row should be."""
     is_set = "take" in facts.settings.source or "eval_sources" in facts.settings.sections["data"]
     if facts.splits or is_set or facts.rows < MIN_ROWS_TO_SPLIT:
         return 0
@@ -261,10 +281,15 @@ def held_out(facts: NewConfigFacts) -> int:
 
 
 def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
-    """Return the number of packs per step, a multiple of the numbers of ranks that users start on this machine.
+    """Return the number of packs per step.
 
-    An epoch has about 50 steps, unless a step would then exceed a usual number of tokens. On a machine without devices,
-    users start up to one rank per core.
+    An epoch has about 50 steps, unless a step would then have more tokens than usual. The result is a multiple of the
+    number of ranks. On a machine without accelerators, where users may later start up to one rank per core, it is also
+    a multiple of larger numbers of ranks.
+
+    Args:
+        facts: Facts about the model, the data and the machine.
+        num_packs: Number of packs in an epoch.
     """
     if facts.changes.get("train.packs_per_step"):
         return int(facts.changes["train.packs_per_step"])
@@ -289,27 +314,32 @@ def learning_rate(facts: NewConfigFacts) -> float:
 
 
 def expert_ranks(facts: NewConfigFacts) -> int:
-    """Return the largest number that divides both the number of ranks and the number of experts."""
+    """Return the size for expert parallelism: the largest number that divides the numbers of ranks and experts."""
     return math.gcd(facts.nproc, facts.experts)
 
 
-def source_lines(facts: NewConfigFacts, every: int) -> tuple[str, list[str]]:
-    """Return the training source as YAML, and the evaluation sources, if there are any."""
+def source_lines(facts: NewConfigFacts, interval: int) -> tuple[str, list[str]]:
+    """Return the training source and the evaluation sources as YAML.
+
+    Args:
+        facts: Facts about the model, the data and the machine.
+        interval: n if every n-th row is held out for evaluation; 0 if no row is.
+    """
     data = facts.settings.sections["data"]
     train_source = dict(facts.settings.source)
     eval_sources = [dict(source) for source in data.get("eval_sources", [])]
     choice = facts.settings.choice
     if not eval_sources and facts.splits:
         eval_sources = [train_source | {"split": facts.splits[1]}]
-    elif not eval_sources and every:
-        eval_sources = [train_source | {"take": f"every {every}th"}]
-        train_source["take"] = f"all but every {every}th"
-    # The user edits a placeholder in one line only; the evaluation source refers to it.
+    elif not eval_sources and interval:
+        eval_sources = [train_source | {"take": f"every {interval}th"}]
+        train_source["take"] = f"all but every {interval}th"
+    # The user edits a placeholder in the training source only. The evaluation source refers to it with a YAML alias.
     return source_text(train_source, anchor=choice), [source_text(source, alias=choice) for source in eval_sources]
 
 
 def short_comment(text: str) -> str:
-    """Return a text as one printable line of limited length."""
+    """Return a text as one printable line of at most `MAX_COMMENT` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= MAX_COMMENT else line[: MAX_COMMENT - 3] + "..."
 
@@ -337,16 +367,16 @@ def source_comments(facts: NewConfigFacts) -> list[str]:
 
 
 def render_config(facts: NewConfigFacts, name: str) -> str:
-    """Return the config as YAML with comments."""
+    """Return the config as YAML with comments. `name` is the name of the run folder."""
     tokens = pack_tokens(facts)
-    every = held_out(facts)
-    num_held_out = facts.rows // every if every else 0
+    interval = held_out(facts)
+    num_held_out = facts.rows // interval if interval else 0
     used = facts.lengths if facts.is_plain_text else [min(length, tokens) for length in facts.lengths]
     num_packs = (facts.rows - num_held_out) * sum(used) / len(used) / tokens
     step_packs = packs_per_step(facts, num_packs)
     epochs = facts.changes.get("train.epochs") or (1 if facts.is_plain_text else 3)
     steps = facts.changes.get("train.steps") or math.ceil(max(1, math.ceil(num_packs / step_packs)) * epochs)
-    train_source, eval_sources = source_lines(facts, every)
+    train_source, eval_sources = source_lines(facts, interval)
     losses = facts.settings.sections.get("train", {}).get("losses")
 
     required_memory = facts.parameters * STATE_BYTES / facts.nproc

@@ -1,7 +1,8 @@
-"""Find settings with which the rows of a dataset can be read, by trying the rows and applying the fixes of bad rows.
+"""Find config settings with which the rows of a dataset can be read.
 
-A bad row carries the config values with which it can be used (`omnizoo.data.row.Fix`). They are applied until the rows
-can be used. Values that only the user can choose become placeholders.
+The command tries rows. The error about a bad row may contain config values with which the row can be used
+(`omnizoo.data.row.Fix`). These values are set, and the rows are tried again, until they can be used. Values that only
+the user can choose become placeholders.
 """
 
 import os
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from omnizoo.data.sources.base import RowSource
     from omnizoo.training.setup import ModelBundle
 
-MAX_ROWS = 512  # number of rows to try
-MAX_BAD = 0.1  # share of rows that may be bad; they are skipped
-MAX_FOLDERS = 2000  # number of folders in which media files are searched
+MAX_ROWS = 512  # maximum number of rows to try
+MAX_BAD = 0.1  # maximum share of bad rows, which the run will skip
+MAX_FOLDERS = 2000  # maximum number of folders in which media files are searched
 CHARACTERS_PER_TOKEN = 4  # rough number for English text
 SOURCE = "data.sources.0"
 PLACEHOLDERS: dict[str, Any] = {
@@ -40,12 +41,12 @@ class DatasetSettings:
     """Config sections with which the rows of a dataset can be read, and the reasons for their values."""
 
     sections: dict[str, dict[str, Any]]  # `model`, `data`, and `train` if it sets the losses
-    template_file: Path  # file for a chat template, which is written if the rows need another one
+    template_file: Path  # chat template to write if the rows cannot use the template of the tokenizer
     fixed: frozenset[str]  # keys from the command line, which no fix changes
     pins: dict[str, str]  # names on the hub with their commits, by key
     splits: tuple[str, str] | None  # names of the training and evaluation splits of the source
     comments: dict[str, str] = field(default_factory=dict)  # reason for each key that a fix has set
-    choice: str = ""  # key of the source that the user has to choose before training; empty if there is none
+    choice: str = ""  # key of the source whose value the user must choose before training; empty if there is none
 
     @property
     def source(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class DatasetSettings:
         return with_values(load_config(deepcopy(self.sections)), self.pins)
 
     def unread_source(self) -> SourceSettings:
-        """Return the source without the settings for reading its rows."""
+        """Return the source with only its path, which is enough to open it without interpreting its rows."""
         return SourceSettings(path=self.pins.get(f"{SOURCE}.path", self.source.get("path")))
 
     def apply(self, fix: Fix) -> bool:
@@ -81,7 +82,7 @@ class DatasetSettings:
         return bool(new != old)
 
     def set_placeholder(self, fix: Fix) -> None:
-        """Set a key that only the user can choose to a placeholder."""
+        """Set the key of a fix to a placeholder, because only the user can choose its value."""
         name = fix.key.rpartition(".")[2]
         self.source[name] = PLACEHOLDERS[fix.key]
         self.choice = name
@@ -90,7 +91,7 @@ class DatasetSettings:
 
 @dataclass(frozen=True)
 class FittedRows:
-    """A reader of rows that can be used, and the lengths of those that were tried."""
+    """A reader whose rows can be used, and the lengths of the rows that were tried."""
 
     reader: "Reader"
     lengths: list[int]  # in tokens, sorted
@@ -101,10 +102,10 @@ def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> FittedRows
 
     Args:
         settings: The settings to change.
-        bundle: The model.
+        bundle: The model and its tokenizer.
 
     Returns:
-        The rows; None if the user has to choose a setting first.
+        The reader and the lengths of rows; None if the user has to choose a setting first.
 
     Raises:
         UserError: If many rows are bad for a reason that no setting changes.
@@ -140,7 +141,7 @@ def _apply(settings: DatasetSettings, fix: Fix, tokenizer: Any) -> bool:
 
 
 def _skips(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]], num_good: int) -> bool:
-    """Set `data.on_bad_row: skip` if only few rows are bad. Return whether bad rows are skipped."""
+    """Set `data.on_bad_row: skip` if only a few rows are bad. Return whether the config skips bad rows."""
     is_set = settings.sections["data"].get("on_bad_row") == "skip"
     num_rows = num_good + len(bad_rows)
     if is_set or len(bad_rows) > MAX_BAD * num_rows:
@@ -160,7 +161,7 @@ def _reader(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader":
 
 
 def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, int | BadRow]]:
-    """Yield the location of each row that is tried, and its length in tokens, or why it is bad."""
+    """Yield, for each row that is tried, its location and either its length in tokens or an error with fixes."""
     source = reader.sources[0]
     num_copies = 2 if reader.config.mismatched_answers else 1  # each prompt also gets the response of another row
     renderer = reader.renderer
@@ -196,7 +197,7 @@ def tried_numbers(num_rows: int) -> Sequence[int]:
 
 
 def _find_media(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]]) -> bool:
-    """Set `media_dir` to a folder near the data that has the missing media files. Return whether there is one."""
+    """Set `media_dir` to a folder near the data that contains the missing media files. Return whether it was set."""
     key = f"{SOURCE}.media_dir"
     names = [fix.file for _, bad in bad_rows for fix in bad.fixes if fix.key == key]
     path = settings.source.get("path")
@@ -207,9 +208,10 @@ def _find_media(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]
 
 
 def folder_with(name: str, data: Path) -> str | None:
-    """Return a folder that has the file `name`, among the folders near the data; None if there is none.
+    """Return the folder near the data that contains the file `name`; None if there is none.
 
-    The search goes from the folder of the data to its parent and all folders below, the closest ones first.
+    The folder of the data and its subfolders are searched first, then its parent folder and the subfolders of that.
+    Folders with fewer levels come first.
     """
     if not data.exists():
         return None  # the rows are not on this machine
@@ -225,7 +227,7 @@ def folder_with(name: str, data: Path) -> str | None:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Return the folders in a folder, sorted, without hidden ones and links."""
+    """Return the sorted subfolders of a folder, without hidden folders and symbolic links."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -235,7 +237,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _choose_or_raise(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]]) -> None:
-    """Set the key that the first bad row needs to a placeholder. Raises `UserError` if no key would help."""
+    """Set the key that the first bad row needs to a placeholder. Raises `UserError` if no key would fix the row."""
     where, bad = bad_rows[0]
     for fix in bad.fixes:
         if fix.key in PLACEHOLDERS and fix.key not in settings.fixed:
@@ -245,7 +247,7 @@ def _choose_or_raise(settings: DatasetSettings, bad_rows: Sequence[tuple[str, Ba
 
 
 def estimated_lengths(source: "RowSource") -> list[int]:
-    """Return sorted rough lengths of rows in tokens, for rows that cannot be rendered yet."""
+    """Return sorted estimates of the lengths of rows in tokens, for rows that cannot be rendered yet."""
     lengths = []
     for number in tried_numbers(len(source)):
         try:

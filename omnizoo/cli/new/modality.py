@@ -1,6 +1,6 @@
 """`omnizoo new modality NAME`: write a modality that trains without edits, and its test.
 
-Comments in the files mark what to change.
+Comments in the files mark the lines that users change for their modality.
 """
 
 import argparse
@@ -12,7 +12,11 @@ from omnizoo.config.errors import UserError
 
 
 def new_modality(args: argparse.Namespace) -> int:
-    """Write `NAME.py` and `test_NAME.py` to the folder in `--out`."""
+    """Write `NAME.py` and `test_NAME.py` to the folder in `--out`. Returns the exit code 0.
+
+    Raises:
+        UserError: If the name is not valid, or a file exists or cannot be written.
+    """
     name = args.data
     folder = args.out or Path()
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():

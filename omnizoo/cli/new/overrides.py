@@ -22,8 +22,8 @@ def source_text(source: Mapping[str, Any], anchor: str = "", alias: str = "") ->
 
     Args:
         source: The settings.
-        anchor: Key whose value gets an anchor; "" if none does.
-        alias: Key whose value is an alias of the value with the anchor; "" if none is.
+        anchor: Key whose value gets a YAML anchor; "" for no anchor.
+        alias: Key whose value is replaced with a YAML alias, which refers to the anchor; "" for no alias.
     """
     items = []
     for name, value in source.items():
@@ -38,7 +38,7 @@ def source_text(source: Mapping[str, Any], anchor: str = "", alias: str = "") ->
 
 
 def write_overrides(text: str, changes: Mapping[str, Any]) -> str:
-    """Return the text of a config with changed keys.
+    """Return the text of a config with changed values.
 
     Args:
         text: The config. Its sections are mappings, indented by two spaces.
@@ -56,7 +56,7 @@ def write_overrides(text: str, changes: Mapping[str, Any]) -> str:
 
 
 def _replaced(changes: Mapping[str, Any]) -> list[str]:
-    """Return the keys that cannot be set together with an override, which therefore replaces them."""
+    """Return the keys to delete, because the config must not set them together with a changed key."""
     replaced = []
     for key in changes:
         section, _, name = key.partition(".")
@@ -66,7 +66,7 @@ def _replaced(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _key_pattern(key: str) -> tuple[str, re.Pattern[str]]:
-    """Return the header of the section of a key, and a pattern for the lines that set the key in a section."""
+    """Return the header line of a key's section, and a pattern that matches the lines that set the key."""
     section, _, name = key.partition(".")
     return f"{section}:\n", re.compile(rf"^  {re.escape(name)}:.*\n(?:    .*\n)*", re.MULTILINE)
 

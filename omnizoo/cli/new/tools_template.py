@@ -1,4 +1,4 @@
-"""Offer a chat template for rows whose tools, tool calls or reasoning the model's own template does not render."""
+"""Write a chat template for rows with tools, tool calls or reasoning that the model's template does not render."""
 
 from collections.abc import Mapping
 from importlib.resources import files
@@ -10,19 +10,20 @@ from omnizoo.data.row import Fix
 
 TEMPLATE_KEY = "data.chat_template"
 CHATS = ("messages", "conversations", "chosen", "chosen_messages", "rejected", "rejected_messages")
-BEGIN, END = "<|im_start|>", "<|im_end|>"  # marks of turns in ChatML
+BEGIN, END = "<|im_start|>", "<|im_end|>"  # special tokens at the start and end of a turn in ChatML
 
 
 def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) -> list[Fix]:
-    """Return a fix that sets a chat template for a bad row that needs one; no fixes for other rows.
+    """Return a fix that sets another chat template, if a bad row needs one; otherwise an empty list.
 
-    A bad row needs one if the tokenizer has no chat template, or one that does not use tools or reasoning of the row.
+    A row needs another template if the tokenizer has none, or if its template does not use the row's tools or
+    reasoning.
     """
     from omnizoo.data.rendering.template_analysis import read_template
     from omnizoo.data.rendering.template_sandbox import REASONING
 
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # templates by purpose; the one for tools is used for rows with tools
+    if isinstance(template, dict):  # several named templates; transformers uses the one for tools if a row has tools
         template = "\n".join(template.values())
     if not template:
         return [Fix(TEMPLATE_KEY, str(template_file), "the rows are chats, but the tokenizer has no chat template")]
@@ -37,7 +38,7 @@ def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) 
 
 
 def _needs(row: Mapping[str, Any]) -> set[str]:
-    """Return what a chat template must render for a row: `tools`, `reasoning`."""
+    """Return the features that a chat template needs for a row: `tools`, `reasoning`, both or neither."""
     from omnizoo.data.rendering.template_sandbox import REASONING
     from omnizoo.data.rows.messages import CALL_PART, CALLS, REASONING_PARTS, SPEAKERS
 
@@ -58,10 +59,13 @@ def _needs(row: Mapping[str, Any]) -> set[str]:
 
 
 def write_template(path: Path, tokenizer: Any) -> None:
-    """Write a chat template with tools and reasoning.
+    """Write a chat template that renders tools and reasoning.
 
-    Turns are marked as in ChatML if the tokenizer has its special tokens, and otherwise end with its end-of-sequence
-    token.
+    If the tokenizer has the special tokens of ChatML, they mark the turns. Otherwise a turn ends with the tokenizer's
+    end-of-sequence token.
+
+    Raises:
+        UserError: If the file exists or cannot be written.
     """
     if path.exists():
         raise UserError(f"--out: the rows need another chat template, but {path} already exists. Choose another --out.")

@@ -9,6 +9,7 @@ from omnizoo.config.sections.base import (
     ConfigSection,
     LearningRate,
     LossWeight,
+    NamedSettings,
     Object,
     SubmoduleSettings,
     Text,
@@ -34,12 +35,12 @@ class DecoderSettings(EncoderSettings):
     """Factor of the decoder's loss in the total loss."""
 
 
-class ProjectorSettings(ConfigSection):
+class ProjectorSettings(NamedSettings):
     """Settings of a projector, which maps encoder features to the width of the foundation."""
 
-    kind: Literal["linear", "mlp", "pixel_shuffle", "resampler"] = "mlp"
+    kind: Literal["linear", "mlp", "pixel_shuffle", "resampler", "none"] = "mlp"
     """Architecture of the projector (docs/reference/components.md). `pixel_shuffle` and `resampler` also reduce the
-    number of placeholder tokens."""
+    number of placeholder tokens. Use `none` if the features already have the width of the foundation."""
 
     options: dict[str, Any] = Field({})
     """Keyword arguments of the projector: `factor` for `pixel_shuffle`, `rows` for `resampler`."""
@@ -52,9 +53,11 @@ class ProjectorSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_kind(self) -> "ProjectorSettings":
-        """Check that `kind` was not put into `options` by mistake."""
+        """Check that `kind` is not in `options`, and that a projector without weights has no settings for training."""
         if "kind" in self.options:
             raise ValueError("kind is in options. Set it next to options instead.")
+        if self.kind == "none" and (self.freeze or self.lr is not None):
+            raise ValueError("freeze and lr have no effect with kind none, which has no weights. Remove them.")
         return self
 
 

@@ -78,6 +78,18 @@ class Projector(nn.Module):
         return timed
 
 
+class NoProjector(Projector):
+    """Returns the features of the tower unchanged. The tower must have the width of the foundation."""
+
+    def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        if width_in != width_out:
+            raise UserError(
+                f"projector.kind: none requires equal widths, but the encoder has width {width_in} and the foundation "
+                f"has width {width_out}. Use linear or mlp."
+            )
+        return nn.Identity()
+
+
 class MLP(Projector):
     """Two linear maps with a GELU between them."""
 
@@ -190,6 +202,7 @@ KINDS: dict[str, type[Projector]] = {
     "mlp": MLP,
     "pixel_shuffle": PixelShuffle,
     "resampler": Resampler,
+    "none": NoProjector,
 }
 
 

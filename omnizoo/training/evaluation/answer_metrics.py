@@ -1,4 +1,4 @@
-"""Metrics on generated responses: `exact_match`, or a plugin that scores one response. Scores are averaged."""
+"""Metrics on generated responses: the mean score over responses, from `exact_match` or a plugin."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,13 @@ class Answer:
     Attributes:
         question: The prompt, in readable form.
         text: The text of the response.
-        expected: The text of the expected response, as the chat template writes it: with reasoning, an empty think
-            block or tool calls, without special tokens. None if the row has none.
+        expected: The text of the expected response, as the chat template writes it. It contains reasoning, an empty
+            think block or tool calls if the template adds them, but no special tokens. None if the row has no expected
+            response.
         files: Files of generated media.
         row: The held-out row.
         where: Name of the row, for messages.
-        has_expected_media: Whether the generated media have the content of those in the expected response.
+        has_expected_media: Whether the generated media equal the media of the expected response.
     """
 
     question: str
@@ -57,7 +58,11 @@ class Metric:
     function: Callable[..., Any]
 
     def score(self, answer: Answer) -> bool | float | None:
-        """Return the score of a response, True or False if the metric judges it; None if the metric excludes it.
+        """Return the score of a response.
+
+        Returns:
+            True or False if the metric judges whether the response is right, a number for other metrics, and None if
+            the metric excludes the response from the mean.
 
         Raises:
             UserError: If the function fails or does not return a finite number. The message names the metric and the
@@ -78,7 +83,7 @@ class Metric:
 
 
 def build_metrics(config: Config) -> list[Metric]:
-    """Build the response metrics in `evaluation.metrics`. No model is needed, so mistakes are found early.
+    """Build the response metrics in `evaluation.metrics`. This needs no model, so mistakes are found early.
 
     Raises:
         UserError: If a metric cannot be imported, or does not accept its options.

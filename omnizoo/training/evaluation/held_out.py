@@ -32,13 +32,14 @@ class TokenAccuracy(Loss):
     """The share of text targets whose token has the highest logit, as a weighted mean over targets."""
 
     def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        """Return the weighted number of targets that have the highest logit."""
         return batch.sum((logits.argmax(-1) == batch.targets).double())
 
 
 def token_metrics(config: Config) -> list[NamedLoss]:
     """Return the metrics of `evaluation.metrics` that are computed from logits, along with the losses.
 
-    Their names begin with a slash.
+    Their names begin with a slash, which distinguishes them from loss terms (see `_key`).
     """
     metrics = []
     for settings in config.evaluation.metrics:
@@ -105,7 +106,7 @@ class Evaluator:
         self.config = objective.config
         self.sampler: Sampler | None = None
         self._printed_problem = ""
-        # Data keyed by the short name of the source, which is empty if all sources are evaluated together.
+        # Keyed by the short name of the source. If all sources are evaluated together, the only key is empty.
         self.parts = {source: balancer(LoadedStep(loaded), micro_batch=1) for source, loaded in packs.items()}
         if reader is None:
             return
@@ -134,7 +135,7 @@ class Evaluator:
             responses = self.sampler.respond(step, self.folder)
         recorder.samples(responses.records)
         problem = responses.failed_prompts()
-        if problem and problem != self._printed_problem:  # once, not in each evaluation
+        if problem and problem != self._printed_problem:  # print the same problem once, not in each evaluation
             recorder.print(f"warning: step {step}: {problem}")
             self._printed_problem = problem
         for failure in responses.failures:
@@ -157,9 +158,9 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self) -> dict[str, float | None]:
-        """Return `eval/loss` and `eval/loss/<term>`, and with several sources also `eval/<source>/loss...`.
+        """Return `eval/loss` and `eval/loss/<term>`. With several sources, also return `eval/<source>/loss...`.
 
-        Terms without held-out targets are left out. Collective: all ranks must call it.
+        Terms without held-out targets are omitted. Collective: all ranks must call it.
         """
         objective = self.objective
         counts = self._loss_counts()
@@ -220,7 +221,12 @@ def _means(
 
 
 def _key(source: str, term: str = "") -> str:
-    """Return the metric name of the loss, of a loss term, or of a token metric, whose name begins with a slash."""
+    """Return the name of a metric of a source.
+
+    Args:
+        source: Short name of the source; empty for all sources together.
+        term: Name of a loss term, or of a token metric, which begins with a slash; empty for the loss.
+    """
     prefix = f"eval/{source}" if source else "eval"
     if term.startswith("/"):
         return prefix + term

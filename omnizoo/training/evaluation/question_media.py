@@ -26,21 +26,24 @@ def copy_media(items: Sequence[MediaItem], run: RunFolder, folder: Path) -> list
     values: list[Any] = []
     for item in items:
         media = item.media
-        if any(media.value is value for value in values):  # an item nested in another one, such as the sound of a film
+        if any(media.value is value for value in values):  # the same value as an earlier item: the audio of a video
             continue
         values.append(media.value)
         file = _copy(media, folder / str(len(described)))
         if file is not None:
             described.append({"modality": media.modality, "file": str(file.relative_to(run.root))})
         else:
-            is_content = isinstance(media.value, Path | bytes)
-            shown = media.name if is_content else repr(media.value)
-            described.append({"modality": media.modality, "value": shown[:MAX_SHOWN]})
+            is_file = isinstance(media.value, Path | bytes)
+            text = media.name if is_file else repr(media.value)
+            described.append({"modality": media.modality, "value": text[:MAX_SHOWN]})
     return described
 
 
 def _copy(media: Media, stem: Path) -> Path | None:
-    """Copy a media item to a file whose path starts with `stem`. None if browsers cannot display it."""
+    """Copy a media item to a file whose path starts with `stem`, and return the path.
+
+    None if the item is not a file, is too large, cannot be read or written, or cannot be displayed by browsers.
+    """
     if not isinstance(media.value, Path | bytes):
         return None
     try:
@@ -52,6 +55,6 @@ def _copy(media: Media, stem: Path) -> Path | None:
         file = stem.with_name(stem.name + suffix)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    except (BadMedia, OSError):  # the response does not depend on the copy
+    except (BadMedia, OSError):  # the evaluation continues, because it does not need the copy
         return None
     return file

@@ -71,7 +71,7 @@ class Sampled:
     records: list[dict[str, Any]]  # entries of samples.jsonl; empty on ranks other than 0
 
     def failed_prompts(self) -> str:
-        """Return a message about the prompts without a response; empty if all have one. Complete only on rank 0."""
+        """Return a message about the prompts without a response; empty if there are none. Only rank 0 knows them."""
         failed = [record for record in self.records if "error" in record]
         if not failed:
             return ""
@@ -82,12 +82,12 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
-    """A rendered prompt of a held-out row, and the first fields of its record."""
+class HeldOutPrompt:
+    """A rendered prompt of a held-out row."""
 
     row: Mapping[str, Any]
-    question: Question
-    record: dict[str, Any]
+    question: Question  # the prompt and the expected response
+    record: dict[str, Any]  # the fields of the entry in samples.jsonl that are known before the response
 
 
 class Sampler:
@@ -102,7 +102,7 @@ class Sampler:
         self.metrics = build_metrics(self.config)
         self.rows = sync_errors(self.mesh, lambda: choose_rows(reader) if self.mesh.is_first else [])
         self.num_rows: int = self.mesh.from_first(len(self.rows))  # `rows` is empty on ranks other than 0
-        self.support = JointSupport()  # kept, so its warning is logged once per run
+        self.support = JointSupport()  # reused in every evaluation, so its warning is logged once per run
         self.question_media: dict[int, list[dict[str, str]]] = {}  # media of each prompt, in the run folder
 
     def respond(self, step: int, run: RunFolder) -> Sampled:
@@ -139,15 +139,18 @@ class Sampler:
     def _respond(
         self, chat_model: ChatModel, step: int, run: RunFolder
     ) -> Iterator[tuple[int, Answer | None, dict[str, Any]]]:
-        """Yield the number of each prompt, its response (None if it failed) and its record, in any order."""
+        """Yield the number of each prompt, its response (None if it failed) and its record.
+
+        The prompts are yielded in the order in which their responses finish, and failed prompts last.
+        """
         evaluation = self.config.evaluation
-        requested: list[tuple[int, AskedPrompt]] = []  # in the order of the requests
-        failed: list[tuple[int, dict[str, Any]]] = []
+        requested: list[tuple[int, HeldOutPrompt]] = []  # (number, prompt) in the order of the requests
+        failed: list[tuple[int, dict[str, Any]]] = []  # (number, record) of rows whose prompt cannot be used
 
         def requests() -> Iterator[Request]:
             for number, held_out in enumerate(self.rows):
                 prompt = self._read(held_out, number, chat_model, run)
-                if not isinstance(prompt, AskedPrompt):
+                if not isinstance(prompt, HeldOutPrompt):
                     failed.append((number, prompt))
                     continue
                 requested.append((number, prompt))
@@ -163,7 +166,7 @@ class Sampler:
 
     def _read(
         self, held_out: HeldOutRow, number: int, chat_model: ChatModel, run: RunFolder
-    ) -> "AskedPrompt | dict[str, Any]":
+    ) -> "HeldOutPrompt | dict[str, Any]":
         """Return the rendered prompt of a row, or a record with the reason why it cannot be used."""
         record: dict[str, Any] = {"source": held_out.source_name, "row": held_out.where}
         try:
@@ -176,12 +179,12 @@ class Sampler:
             self.question_media[number] = copy_media(question.prompt.items, run, run.questions / str(number))
         if self.question_media[number]:
             record["question_items"] = self.question_media[number]
-        return AskedPrompt(row, question, record)
+        return HeldOutPrompt(row, question, record)
 
     def _finish(
-        self, prompt: AskedPrompt, outcome: Outcome, chat_model: ChatModel, run: RunFolder, media_folder: Path
+        self, prompt: HeldOutPrompt, outcome: Outcome, chat_model: ChatModel, run: RunFolder, media_folder: Path
     ) -> tuple[Answer | None, dict[str, Any]]:
-        """Save the media of a response. Return the response (None if it failed) and the last fields of its record."""
+        """Save the media of a response. Return the response (None if it failed) and the other fields of its record."""
         files = []
         media = []
         try:
@@ -209,7 +212,7 @@ class Sampler:
 
 
 def choose_rows(reader: Reader) -> list[HeldOutRow]:
-    """Return the first `evaluation.samples` rows that have a prompt, taken from all sources in turn.
+    """Return the first `evaluation.samples` rows that have a prompt, taking one row from each source in turn.
 
     Raises:
         UserError: If no row has a prompt.
@@ -268,7 +271,7 @@ def check_samples(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 
 def _check_copy_fits(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    """Raise a `UserError` if a full copy of the model does not fit in the memory of rank 0's device."""
+    """Raise a `UserError` if a full copy of the model does not fit on the device of rank 0 (see `check_samples`)."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     copy_bytes = num_parameters * MASTER_DTYPE[config.train.precision].itemsize
     num_sharing = ranks_on_node() if is_host(mesh.device) else 1

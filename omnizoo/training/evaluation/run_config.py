@@ -26,7 +26,7 @@ def load_evaluation_config(
     Args:
         target: Run folder, path of a YAML file, mapping or config.
         overrides: Command line arguments, such as `["--evaluation.packs", "4"]`.
-        allow_code: Python modules, with submodules, that the config of a run folder may name.
+        allow_code: Python modules, with submodules, that the config of a run folder may import code from.
         trust_remote_code: Whether code in the model folder of a run may run.
         objects: Python objects that replace config keys (see `load_config`).
 

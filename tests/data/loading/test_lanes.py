@@ -38,7 +38,7 @@ def identities(packs: list[list[Sample]]) -> list[list[str]]:
     st.one_of(st.none(), st.integers(1, 300)),
 )
 @settings(max_examples=100, deadline=None)
-def test_every_row_is_read_once_per_epoch_over_all_lanes(
+def test_lanes_together_read_each_row_once_per_epoch(
     extents: list[int], lanes: int, epoch: int, shuffle_rows: int | None
 ) -> None:
     source = numbers(*extents)
@@ -52,13 +52,13 @@ def test_every_row_is_read_once_per_epoch_over_all_lanes(
         assert fresh[len(order) - 1] == order[len(order) - 1]
 
 
-def test_lanes_have_about_equal_shares() -> None:
+def test_lanes_have_about_equal_numbers_of_rows() -> None:
     orders = [EpochOrder(numbers(100_000), 0, lane, 8, 0, 7, 4096) for lane in range(8)]
     sizes = [len(order) for order in orders]
     assert max(sizes) - min(sizes) <= 256
 
 
-def test_an_epoch_is_read_in_another_order_than_the_one_before_and_by_another_seed() -> None:
+def test_row_order_depends_on_epoch_and_seed() -> None:
     def order(epoch: int, seed: int) -> list[int]:
         epoch_order = EpochOrder(numbers(1000), 0, 0, 1, epoch, seed, 100)
         return [epoch_order[i] for i in range(1000)]
@@ -75,7 +75,7 @@ def test_without_shuffling_one_lane_reads_in_file_order() -> None:
     assert [order[i] for i in range(800)] == list(range(800))
 
 
-def test_rows_of_one_row_group_are_read_close_to_each_other() -> None:
+def test_window_of_rows_needs_few_row_groups() -> None:
     # so that a decoded row group serves all lanes of a process before the next one is needed
     source = numbers(*[1000] * 50)
     for lane in range(4):
@@ -84,7 +84,7 @@ def test_rows_of_one_row_group_are_read_close_to_each_other() -> None:
         assert max(groups_per_window) <= 6
 
 
-def test_over_a_long_run_all_lanes_read_each_row_equally_often() -> None:
+def test_lanes_read_each_row_once_per_epoch_over_a_long_run() -> None:
     source = numbers(37)
     seen: Counter[tuple[int, int]] = Counter()
     for lane_number in range(4):
@@ -96,7 +96,7 @@ def test_over_a_long_run_all_lanes_read_each_row_equally_often() -> None:
     assert len(complete) >= 4
 
 
-def test_a_source_with_fewer_rows_than_lanes_is_dealt_out_by_whole_epochs() -> None:
+def test_small_source_gives_complete_epochs_to_lanes_in_turn() -> None:
     seen: Counter[tuple[int, int]] = Counter()
     for lane_number in range(4):
         lane = lane_of([numbers(3)], lane_number, look_ahead=1, pack_tokens=7)
@@ -118,14 +118,14 @@ def test_sources_are_mixed_in_exact_proportion_at_any_time(weights: list[float],
         assert np.abs(rows_read - rows_read.sum() * np.array(weights) / sum(weights)).max() < 2
 
 
-def test_lanes_do_not_all_begin_with_the_same_source() -> None:
+def test_lanes_start_with_different_sources() -> None:
     firsts = {lane_of([numbers(50), numbers(50)], lane)._choose_source() for lane in range(16)}
     assert firsts == {0, 1}
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.booleans(), st.integers(2, 20), st.sampled_from([6, None]))
 @settings(max_examples=60, deadline=None)
-def test_a_lane_goes_on_exactly_from_a_saved_state(
+def test_restored_lane_continues_exactly(
     done: int, lane: int, shuffle: bool, pack_tokens: int, look_ahead: int | None
 ) -> None:
     def fresh() -> Lane:
@@ -145,7 +145,7 @@ def test_a_lane_goes_on_exactly_from_a_saved_state(
     assert resumed.counters == original.counters
 
 
-def test_over_long_rows_are_split_or_dropped_and_counted() -> None:
+def test_overlong_rows_are_split_or_dropped_and_counted() -> None:
     lengths = np.arange(40) % 7 + 1  # rows of 6 and 7 tokens are over-long for packs of 5
     overlong = int((lengths > 5).sum())
     split_lane = lane_of([numbers(40)], lanes=1, pack_tokens=5, look_ahead=1000)
@@ -159,7 +159,7 @@ def test_over_long_rows_are_split_or_dropped_and_counted() -> None:
     assert sum(len(sample.input_ids) for sample in drop_lane.packer.buffer) == lengths[lengths <= 5].sum()
 
 
-def test_a_bad_row_stops_the_lane_with_its_place_and_reason() -> None:
+def test_bad_row_raises_with_location_and_reason() -> None:
     lane = lane_of([numbers(10, bad=frozenset({6}))], lanes=1)
     with pytest.raises(UserError, match=r"numbers:7: bad on purpose\. Set data.on_bad_row: skip"):
         packs(lane, 10)
@@ -175,7 +175,7 @@ def test_skipped_rows_are_counted_and_listed() -> None:
 
 
 @pytest.mark.parametrize(("size", "lanes"), [(10, 1), (10, 4), (3, 4), (2000, 4)])
-def test_a_source_without_any_usable_row_is_an_error_and_not_an_endless_loop(size: int, lanes: int) -> None:
+def test_source_without_usable_rows_raises(size: int, lanes: int) -> None:
     lane = lane_of([numbers(size, bad=frozenset(range(size)))], lanes=lanes, on_bad_row="skip")
     with pytest.raises(
         UserError, match=r"source0: none of the last \d+ rows was usable; the last one \(numbers:\d+\): bad on"
@@ -186,13 +186,13 @@ def test_a_source_without_any_usable_row_is_an_error_and_not_an_endless_loop(siz
         lane.next_pack()
 
 
-def test_one_usable_row_is_enough() -> None:
+def test_single_usable_row_fills_packs() -> None:
     for number in range(4):
         lane = lane_of([numbers(8, bad=frozenset(range(1, 8)))], number, on_bad_row="skip", look_ahead=4)
         assert {sample.id.row for pack in packs(lane, 3) for sample in pack} == {0}
 
 
-def test_changed_data_is_noticed_on_resume() -> None:
+def test_restoring_after_changed_data_raises() -> None:
     lane = lane_of([numbers(40)], pack_tokens=5)
     packs(lane, 5)
     state = lane.state()
@@ -204,7 +204,7 @@ def test_changed_data_is_noticed_on_resume() -> None:
         lane_of([numbers(40)], pack_tokens=5).restore(state)
 
 
-def test_read_once_a_lane_gives_every_row_of_every_source_and_ends() -> None:
+def test_lane_of_one_epoch_reads_each_row_once_and_ends() -> None:
     settings = data([1.0, 5.0], pack_tokens=16, lanes=1, look_ahead=6, shuffle=False)
     lane = Lane(reader_of(settings, [numbers(20), numbers(11)], NumberRenderer(), 0), 0, epochs=1)
     seen = Counter(sample.id[:3] for pack in iter(lane.next_pack, None) if pack for sample in pack)
@@ -212,7 +212,7 @@ def test_read_once_a_lane_gives_every_row_of_every_source_and_ends() -> None:
     assert lane.next_pack() is None
 
 
-def test_a_state_is_small(tmp_path: Path) -> None:
+def test_lane_state_is_small(tmp_path: Path) -> None:
     lane = lane_of([numbers(10_000)], look_ahead=256, shuffle_rows=4096)
     packs(lane, 50)
     assert len(json.dumps(lane.state())) < 256 * 24 + 300

@@ -143,7 +143,7 @@ def test_packs_and_states_are_the_same_for_any_number_of_workers(
 
 
 @pytest.mark.parametrize(("lanes", "packs_per_step"), [(5, 4), (12, 4), (1, 6)])
-def test_lanes_that_do_not_fit_the_batch_or_the_ranks(
+def test_lanes_that_do_not_divide_the_batch_keep_packs_and_states(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, lanes: int, packs_per_step: int
 ) -> None:
     config = configure(lanes=lanes, train={"packs_per_step": packs_per_step})
@@ -154,7 +154,7 @@ def test_lanes_that_do_not_fit_the_batch_or_the_ranks(
     ("saved_on", "resumed_on"),
     [((1, 0), (1, 0)), ((4, 0), (2, 0)), ((2, 2), (3, 0)), ((3, 0), (1, 2)), ((1, 2), (8, 0))],
 )
-def test_a_run_goes_on_exactly_on_other_ranks_and_workers(
+def test_resumed_run_is_exact_on_other_ranks_and_workers(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, saved_on: tuple[int, int], resumed_on: tuple[int, int]
 ) -> None:
     stop = random.Random(str((saved_on, resumed_on))).randint(1, 5)
@@ -166,9 +166,7 @@ def test_a_run_goes_on_exactly_on_other_ranks_and_workers(
     assert end == [final_state, counters]
 
 
-def test_a_state_is_of_the_step_handed_out_and_not_of_what_workers_prepared(
-    configure: Configure, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_state_is_that_of_the_last_returned_step(configure: Configure, tokenizer: PreTrainedTokenizerFast) -> None:
     loader = build_loader(configure(workers=2, prefetch=3), tokenizer, 0, 1)
     loader.next_step()
     state = loader.state_dict()
@@ -178,7 +176,7 @@ def test_a_state_is_of_the_step_handed_out_and_not_of_what_workers_prepared(
     loader.close()
 
 
-def test_every_row_is_seen_once_per_epoch(
+def test_each_row_is_loaded_once_per_epoch(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     config = configure([SourceSettings(path=str(folder / "texts.jsonl"))], lanes=4, overlong="split")
@@ -210,7 +208,7 @@ def check_batch(
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
-def test_samples_of_a_batch_are_kept_apart(
+def test_samples_of_a_batch_match_separately_rendered_rows(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, folder: Path, micro_batch: int
 ) -> None:
     texts = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]
@@ -226,7 +224,7 @@ def test_samples_of_a_batch_are_kept_apart(
     assert any(name.split("/")[3] != "0" for batch in batches for name in batch.sample_ids)
 
 
-def test_making_a_loader_leaves_torchs_random_numbers_alone(
+def test_building_a_loader_keeps_the_random_state_of_torch(
     configure: Configure, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     before = torch.get_rng_state()
@@ -248,7 +246,7 @@ def spoilt(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_row_is_one_clear_error_that_names_file_and_line(
+def test_bad_row_raises_with_file_and_line(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, spoilt: Path, workers: int
 ) -> None:
     loader = build_loader(configure([SourceSettings(path=str(spoilt))], lanes=2, workers=workers), tokenizer, 0, 1)
@@ -273,7 +271,7 @@ def test_skipped_rows_are_listed_and_counted_once_over_all_ranks(
         loader.close()
 
 
-def test_a_missing_source_is_refused_when_the_loader_is_built(
+def test_missing_source_raises_when_the_loader_is_built(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="does not exist"):
@@ -294,7 +292,7 @@ def test_a_missing_source_is_refused_when_the_loader_is_built(
         ({"train": {"packs_per_step": 12}}, r"train\.packs_per_step is 12, but 24"),
     ],
 )
-def test_a_checkpoint_of_other_data_is_refused_by_the_key_that_differs(
+def test_resume_with_changed_data_key_raises_with_the_key(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, changes: dict[str, Any], message: str
 ) -> None:
     state = build_loader(configure(), tokenizer, 0, 1).state_dict()
@@ -302,7 +300,7 @@ def test_a_checkpoint_of_other_data_is_refused_by_the_key_that_differs(
         build_loader(configure(**changes), tokenizer, 0, 1).load_state_dict(state)
 
 
-def test_sources_may_move_but_not_change(
+def test_moved_sources_resume_and_changed_sources_raise(
     configure: Configure,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
@@ -339,7 +337,7 @@ def test_workers_prefetch_and_bad_row_policy_may_change_on_resume(
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
-def test_evaluation_sees_the_first_packs_in_file_order_and_each_rank_reads_its_part(
+def test_ranks_divide_the_first_held_out_packs_in_file_order(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, folder: Path, dp_size: int
 ) -> None:
     held_out = [SourceSettings(path=str(folder / "texts.jsonl"))]
@@ -352,7 +350,7 @@ def test_evaluation_sees_the_first_packs_in_file_order_and_each_rank_reads_its_p
     assert max(int(s.split("/")[2]) for pack in packs.values() for s in pack.sample_ids) < 40
 
 
-def test_a_filler_counts_nowhere() -> None:
+def test_dummy_pack_is_excluded_from_counts() -> None:
     batch = collate([dummy_pack(-1)])
     assert (batch.tokens, batch.packs, batch.sample_ids) == (0, (), [])
     assert batch.columns["input_ids"].shape == batch.columns["labels"].shape == (1, 2)
@@ -370,7 +368,7 @@ def test_evaluation_reads_a_small_source_once(
     assert never.held_out_reader() is None
 
 
-def test_evaluation_without_a_usable_row_is_refused(
+def test_held_out_source_without_usable_rows_raises(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [{"text": ""}])
@@ -420,16 +418,14 @@ def start(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Start]
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_without_closing_its_loader_does_not_hang(
-    configure: Configure, start: Start, tmp_path: Path
-) -> None:
+def test_process_with_an_open_loader_ends(configure: Configure, start: Start, tmp_path: Path) -> None:
     running = start(configure(workers=2, prefetch=8))
     (tmp_path / "end").touch()
     assert running.wait(240).code == 0
 
 
 @pytest.mark.slow
-def test_workers_ignore_interrupts_and_go_when_their_process_is_killed(configure: Configure, start: Start) -> None:
+def test_workers_ignore_signals_and_end_with_their_process(configure: Configure, start: Start) -> None:
     # far ahead and with large packs, so that workers have more queued than a pipe takes
     running = start(configure(workers=2, prefetch=50, pack_tokens=4096))
     below = running.process.children(recursive=True)

@@ -30,7 +30,7 @@ from omnizoo.training.optimizers.schedule import learning_rate
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=3), st.integers(1, 6), st.sampled_from([1, 2, 3, 5]))
 @settings(max_examples=60, deadline=None)
-def test_lanes_that_end_have_read_every_row_so_often(sizes: list[int], lanes: int, epochs: int) -> None:
+def test_ended_lanes_have_read_each_row_once_per_epoch(sizes: list[int], lanes: int, epochs: int) -> None:
     sources = [numbers(size) for size in sizes]
     options = data([1.0] * len(sizes), pack_tokens=16, lanes=lanes, look_ahead=5, shuffle_rows=7)
     seen: Counter[tuple[int, int]] = Counter()
@@ -42,7 +42,7 @@ def test_lanes_that_end_have_read_every_row_so_often(sizes: list[int], lanes: in
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1.25, 2.75])
-def test_a_part_of_an_epoch_is_a_part_of_its_rows(epochs: float) -> None:
+def test_fraction_of_an_epoch_reads_that_fraction_of_rows(epochs: float) -> None:
     options = data([1.0], pack_tokens=16, lanes=4, look_ahead=5)
     reader = reader_of(options, [numbers(400)], NumberRenderer(), 3)
     lanes = [Lane(reader, n, epochs=epochs, by_rows=True) for n in range(4)]
@@ -97,7 +97,7 @@ def run(loaders: list[Loader], steps: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_run_has_as_many_steps_as_were_counted_on_any_number_of_ranks(
+def test_run_has_the_counted_steps_on_any_number_of_ranks(
     config: Config, tokenizer: PreTrainedTokenizerFast, world: int
 ) -> None:
     reader = build_reader(config, tokenizer)
@@ -112,7 +112,7 @@ def test_the_run_has_as_many_steps_as_were_counted_on_any_number_of_ranks(
     assert done[:-1] == alone
 
 
-def test_a_run_goes_on_on_other_ranks_to_the_same_end(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_run_by_epochs_resumes_on_other_ranks(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
     reader = build_reader(config, tokenizer)
     steps = steps_of(reader, [[part] for part in measure(reader, 0, 1)])
     whole = run([build_loader(config, tokenizer, 0, 1)], steps)
@@ -129,7 +129,7 @@ def test_a_run_goes_on_on_other_ranks_to_the_same_end(config: Config, tokenizer:
         build_loader(changed, tokenizer, 0, 1).load_state_dict(state)
 
 
-def test_bad_rows_count_as_none_or_stop_the_count(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bad_rows_are_counted_as_empty_or_raise(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
     path = Path(str(config.data.sources[1].path))
     path.write_text(path.read_text() + '{"query": 3, "response": "so"}\n')
     with pytest.raises(UserError, match=r"few.jsonl:4: `query` is int"):
@@ -156,7 +156,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_by_epochs_trains_saves_and_is_done(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_by_epochs_trains_all_rows_and_is_finished(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(small).exit_code == 0
     steps = read_steps(small.parent / "run")
     assert steps[-1]["epoch"] == 2
@@ -173,7 +173,7 @@ def test_a_run_by_epochs_trains_saves_and_is_done(small: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_two_ranks_count_and_train_as_one(small: Path) -> None:
+def test_two_ranks_count_and_train_like_one_process(small: Path) -> None:
     for ranks in (1, 2):
         result = run_omnizoo(["train", small, "--nproc", ranks, "--log.dir", small.parent / f"run{ranks}"])
         assert result.code == 0, result.stderr
@@ -182,7 +182,7 @@ def test_two_ranks_count_and_train_as_one(small: Path) -> None:
     assert [step["loss"] for step in one] == pytest.approx([step["loss"] for step in two], rel=1e-5)
 
 
-def test_warmup_as_a_share_is_rounded_up_and_follows_the_steps() -> None:
+def test_warmup_ratio_is_rounded_up_to_steps() -> None:
     train = TrainSection(steps=25, warmup_ratio=0.1)
     assert train.warmup == 3
     same = TrainSection(steps=25, warmup_steps=3)

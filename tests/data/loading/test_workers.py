@@ -62,7 +62,7 @@ class Locked(RowSource):
             return self.rows[row]
 
 
-def test_rows_that_cannot_be_pickled_are_read_without_workers_and_a_warning_says_so(
+def test_rows_that_cannot_be_pickled_are_read_without_workers(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = SourceSettings(given=PythonObject(Locked(), "data="))
@@ -76,7 +76,7 @@ def test_rows_that_cannot_be_pickled_are_read_without_workers_and_a_warning_says
     assert loader.workers == 0
 
 
-def test_rows_that_the_config_names_are_made_anew_by_each_worker(
+def test_each_worker_creates_the_rows_that_the_config_names(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = SourceSettings(rows="test_workers:Locked", options={"count": 50})
@@ -86,7 +86,7 @@ def test_rows_that_the_config_names_are_made_anew_by_each_worker(
     assert "data.workers" not in caplog.text
 
 
-def test_a_loader_whose_reader_has_seen_chats_starts_workers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_loader_starts_workers_after_its_reader_rendered_chats(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a square"}]
     chats = SourceSettings(given=PythonObject([{"messages": turns}] * 9, "data="))
     loader = loader_of(chats, tokenizer, 1)
@@ -95,7 +95,7 @@ def test_a_loader_whose_reader_has_seen_chats_starts_workers(tokenizer: PreTrain
     assert loader.workers == 1
 
 
-def test_large_arrays_and_tensors_are_mapped_and_what_is_small_is_sent() -> None:
+def test_large_arrays_are_memory_mapped_and_small_ones_pickled() -> None:
     rows = np.arange(LARGE, dtype=np.int64)
     value = {"rows": rows, "few": rows[:3], "half": torch.randn(LARGE).bfloat16(), "every_other": rows[::2]}
     handover = SharedPickle(value)
@@ -108,13 +108,13 @@ def test_large_arrays_and_tensors_are_mapped_and_what_is_small_is_sent() -> None
     assert handover.open()["rows"][0] == 0
 
 
-def test_a_lambda_is_refused_by_its_name() -> None:
+def test_pickling_a_lambda_raises_with_its_name() -> None:
     with pytest.raises(NotPicklable, match="lambda"):
         SharedPickle({"rows": lambda: 1})
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_workers_can_be_given_what_reads_the_rows_of_every_published_family(path: Path) -> None:
+def test_reader_of_each_published_family_can_be_pickled(path: Path) -> None:
     reader = build_bundle(load_config(path)).reader()
     found = SharedPickle(reader).open()
     assert list(found.modalities) == list(reader.modalities)
@@ -146,7 +146,7 @@ for sources in (config.data.sources, [own]):
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_not_run_again_by_workers(
+def test_workers_do_not_run_a_script_without_main_guard_again(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.jsonl"

@@ -37,7 +37,7 @@ def data(**options: Any) -> DataSection:
     return DataSection(sources=[SourceSettings(path="x")], **options)
 
 
-def test_a_long_chat_is_cut_off_and_a_long_text_into_pieces(renderer: Renderer) -> None:
+def test_long_chat_is_truncated_and_long_text_is_split(renderer: Renderer) -> None:
     chats = renderer.render(chat("q", "so many words " * 9))
     found = fit_to_pack(0, 0, 0, chats, data(pack_tokens=12))
     assert found.counters == ("truncated_overlong",)
@@ -51,9 +51,7 @@ def test_a_long_chat_is_cut_off_and_a_long_text_into_pieces(renderer: Renderer) 
 
 
 @pytest.mark.parametrize("prompt", [{"messages": "chat"}, {"prompt": "so many words " * 9, "completion": "yes"}])
-def test_a_prompt_longer_than_a_pack_leaves_nothing_to_learn_and_the_row_is_left_out(
-    renderer: Renderer, prompt: dict[str, Any]
-) -> None:
+def test_row_with_prompt_longer_than_a_pack_is_dropped(renderer: Renderer, prompt: dict[str, Any]) -> None:
     row = chat("so many words " * 9, "yes") if "messages" in prompt else prompt
     found = fit_to_pack(0, 0, 0, renderer.render(row), data(pack_tokens=12))
     assert (found.samples, found.counters) == ([], ("dropped_overlong",))
@@ -61,7 +59,7 @@ def test_a_prompt_longer_than_a_pack_leaves_nothing_to_learn_and_the_row_is_left
 
 
 @pytest.mark.parametrize("row", [chat("q", "so many words " * 9), {"text": "so many words " * 9}])
-def test_each_way_may_be_asked_for(renderer: Renderer, row: dict[str, Any]) -> None:
+def test_overlong_setting_overrides_the_default(renderer: Renderer, row: dict[str, Any]) -> None:
     rendered = renderer.render(row)
     assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="drop")).counters == ("dropped_overlong",)
     (sample,) = fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="truncate")).samples
@@ -69,7 +67,7 @@ def test_each_way_may_be_asked_for(renderer: Renderer, row: dict[str, Any]) -> N
     assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=12, overlong="split")).counters == ("split_overlong",)
 
 
-def test_no_piece_of_a_chat_is_without_a_target(renderer: Renderer) -> None:
+def test_each_piece_of_a_split_chat_has_targets(renderer: Renderer) -> None:
     rendered = renderer.render(chat("so many words " * 12, "and so on " * 6))
     found = fit_to_pack(0, 0, 0, rendered, data(pack_tokens=8, overlong="split"))
     assert found.few_targets > 0
@@ -78,7 +76,7 @@ def test_no_piece_of_a_chat_is_without_a_target(renderer: Renderer) -> None:
     assert sum(map(num_targets, found.samples)) >= rendered.is_target.sum() - pieces
 
 
-def test_media_are_kept_whole_or_go_with_their_marks(renderer: Renderer) -> None:
+def test_truncation_keeps_or_removes_complete_media_items(renderer: Renderer) -> None:
     row = {
         "messages": [
             {"role": "user", "content": "<audio>a"},
@@ -110,14 +108,14 @@ def test_media_are_kept_whole_or_go_with_their_marks(renderer: Renderer) -> None
     assert seen == {1, 2}
 
 
-def test_an_item_larger_than_a_pack_is_a_bad_row(renderer: Renderer) -> None:
+def test_item_larger_than_a_pack_is_a_bad_row(renderer: Renderer) -> None:
     rendered = renderer.render(chat("<audio>", "yes", audios=[[1] * 50]))
     with pytest.raises(BadRow, match=r"largest item, audio given as list, has 50"):
         fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48))
     assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48, overlong="drop")).counters == ("dropped_overlong",)
 
 
-def test_a_pair_keeps_its_prompt_and_loses_the_ends_of_its_answers(pairs: Renderer) -> None:
+def test_truncated_pair_loses_the_end_of_the_longer_response(pairs: Renderer) -> None:
     row = {"prompt": "so", "chosen": "many words " * 9, "rejected": "no", "audios": None}
     whole = pairs.render(row)
     lengths = [length for _, length in whole.responses]
@@ -129,13 +127,13 @@ def test_a_pair_keeps_its_prompt_and_loses_the_ends_of_its_answers(pairs: Render
     assert [role for role, _ in sample.responses] == ["chosen", "rejected"]
 
 
-def test_a_pair_whose_answers_would_be_the_same_is_left_out(pairs: Renderer) -> None:
+def test_pair_with_equal_truncated_responses_is_dropped(pairs: Renderer) -> None:
     same = "many words " * 9
     whole = pairs.render({"prompt": "so", "chosen": same + "yes", "rejected": same + "no"})
     assert fit_to_pack(0, 0, 0, whole, data(pack_tokens=len(whole.input_ids) - 12)).counters == ("dropped_overlong",)
 
 
-def test_media_in_the_prompt_of_a_pair_stay_at_both_places(pairs: Renderer) -> None:
+def test_prompt_media_of_a_truncated_pair_keep_both_spans(pairs: Renderer) -> None:
     prompt = [{"role": "user", "content": "<audio>hear"}]
     row = {"prompt": prompt, "chosen": "many words " * 9, "rejected": "no words " * 7, "audios": [[1, 2, 3]]}
     whole = pairs.render(row)
@@ -148,7 +146,7 @@ def test_media_in_the_prompt_of_a_pair_stay_at_both_places(pairs: Renderer) -> N
 
 
 @pytest.mark.parametrize("end", [20, 23, 24, 25])
-def test_a_pair_that_would_lose_an_item_of_an_answer_or_its_end_is_left_out(end: int) -> None:
+def test_pair_whose_response_would_lose_an_item_is_dropped(end: int) -> None:
     """An item at 20 to 23 of the second answer, and its end at 24."""
     size = MediaSize(num_placeholders=4, cost=1.0)
     item = MediaItem(Port("image", "encoder"), size, ((10 + 20, 4),), False, Media("image", [1] * 4, {}, 0))
@@ -161,7 +159,7 @@ def test_a_pair_that_would_lose_an_item_of_an_answer_or_its_end_is_left_out(end:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(5, 200))
 @settings(max_examples=200, deadline=None)
-def test_the_limit_of_answers_is_the_largest_that_fits(lengths: list[int], most: int) -> None:
+def test_response_length_limit_is_the_largest_that_fits(lengths: list[int], most: int) -> None:
     limit = max_response_length(lengths, most)
     if sum(lengths) <= most:
         assert limit == max(lengths)
@@ -170,7 +168,7 @@ def test_the_limit_of_answers_is_the_largest_that_fits(lengths: list[int], most:
     assert sum(min(length, limit + 1) for length in lengths) > most
 
 
-def test_samples_with_few_targets_are_left_out_and_counted(renderer: Renderer) -> None:
+def test_samples_with_few_targets_are_dropped_and_counted(renderer: Renderer) -> None:
     rendered = renderer.render(chat("q", "yes"))
     targets = int(rendered.is_target.sum())
     assert fit_to_pack(0, 0, 0, rendered, data(min_targets=targets)).samples
@@ -179,7 +177,7 @@ def test_samples_with_few_targets_are_left_out_and_counted(renderer: Renderer) -
     assert f"data.min_targets ({targets + 1})" in found.reason
 
 
-def test_a_lane_counts_what_became_of_rows(renderer: Renderer, tmp_path: Path) -> None:
+def test_lane_counts_truncated_split_and_dropped_rows(renderer: Renderer, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     long = "so many words " * 9
     texts = [f'{{"query": "{q}", "response": "{a}"}}\n' for q, a in (("q", long), (long, "a"), ("q", "a"))]
@@ -197,7 +195,7 @@ def test_a_lane_counts_what_became_of_rows(renderer: Renderer, tmp_path: Path) -
     assert {sample.row_schema for pack in packs for sample in pack} == {"query_response", "text"}
 
 
-def test_positions_of_media_count_as_the_model_counts_them() -> None:
+def test_number_of_positions_follows_position_ids() -> None:
     positions = np.stack([np.arange(8) // 2] * 3)
     rendered = RenderedRow(make_columns(input_ids=np.zeros(8), labels=np.zeros(8), position_ids=positions))
     (sample,) = fit_to_pack(0, 0, 0, rendered, data(pack_tokens=16)).samples

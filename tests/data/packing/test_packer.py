@@ -40,7 +40,7 @@ cases = st.integers(2, 200).flatmap(
 
 @given(cases)
 @settings(max_examples=200, deadline=None)
-def test_every_sample_is_in_one_pack_and_no_pack_is_too_large(case: tuple[int, list[int], int]) -> None:
+def test_each_sample_is_in_one_pack_and_packs_fit_the_limit(case: tuple[int, list[int], int]) -> None:
     limit, lengths, look_ahead = case
     packs = pack_all(lengths, limit, look_ahead)
     assert sorted(sample.id.row for pack in packs for sample in pack) == list(range(len(lengths)))
@@ -52,7 +52,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_too_large(case: tuple[int, l
 
 @given(cases)
 @settings(max_examples=200, deadline=None)
-def test_every_pack_holds_the_oldest_sample_so_none_waits_for_long(case: tuple[int, list[int], int]) -> None:
+def test_each_pack_contains_the_oldest_sample(case: tuple[int, list[int], int]) -> None:
     limit, lengths, look_ahead = case
     packer = Packer(limit, look_ahead)
     waited = dict.fromkeys(range(len(lengths)), 0)
@@ -68,7 +68,7 @@ def test_every_pack_holds_the_oldest_sample_so_none_waits_for_long(case: tuple[i
 
 @given(st.lists(st.integers(1, 30), max_size=9), st.integers(0, 60))
 @settings(max_examples=200, deadline=None)
-def test_best_fill_is_as_full_as_trying_every_subset(lengths: list[int], room: int) -> None:
+def test_best_fill_matches_exhaustive_search(lengths: list[int], room: int) -> None:
     subsets = itertools.chain.from_iterable(itertools.combinations(lengths, n) for n in range(len(lengths) + 1))
     best = max(total for subset in subsets if (total := sum(subset)) <= room)
     chosen = best_fill(lengths, room)
@@ -89,14 +89,14 @@ def test_fill_on_lognormal_lengths_is_above_98_5_percent(look_ahead: int | None)
     assert np.mean(fill[:8]) >= 0.985  # while the window grows
 
 
-def test_packs_of_very_many_short_samples_are_full() -> None:
+def test_long_packs_of_short_samples_are_full() -> None:
     packs = pack_all(lognormal(20_000, 1000, mean=100), 1 << 18, None)
     assert len(packs) > 4
     assert all(sum(map(len, pack)) == 1 << 18 for pack in packs[:-2])
     assert min(len(pack) for pack in packs[:-2]) > 2000
 
 
-def test_the_window_of_a_lane_grows_with_its_packs() -> None:
+def test_window_grows_with_the_number_of_packs() -> None:
     packer = Packer(1024)
     sizes = []
     for sample in samples_of(lognormal(3000, 1024, mean=300)):
@@ -109,7 +109,7 @@ def test_the_window_of_a_lane_grows_with_its_packs() -> None:
 
 
 @given(st.integers(1, 50), st.integers(2, 12))
-def test_an_over_long_row_is_cut_into_parts_that_add_up(length: int, limit: int) -> None:
+def test_parts_of_a_split_row_concatenate_to_the_row(length: int, limit: int) -> None:
     ids = np.arange(length)
     rendered = RenderedRow(make_columns(input_ids=ids, labels=np.where(ids % 3 == 0, ids, IGNORE_INDEX)))
     parts = list(split(1, 2, 3, rendered, limit))

@@ -102,7 +102,7 @@ def table_cell(tokenizer: PreTrainedTokenizerFast, style: str, conversation: str
 
 
 @pytest.mark.parametrize(("style", "conversation", "expected"), EXPECTED)
-def test_style_learns_exactly_what_assistant_wrote_or_is_refused(
+def test_learned_text_of_style_matches_table(
     tokenizer: PreTrainedTokenizerFast, style: str, conversation: str, expected: str
 ) -> None:
     found = table_cell(tokenizer, style, conversation)

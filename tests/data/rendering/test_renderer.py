@@ -100,7 +100,7 @@ def marked(renderer: Renderer, rendered: RenderedRow) -> str:
     return "".join(pieces)
 
 
-def test_chatml_puts_the_loss_on_assistant_content_and_its_end_of_turn(tmp_path: Path) -> None:
+def test_chatml_targets_are_assistant_content_and_end_of_turn(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "be kind"}, *conversation("hi", "hello you", "and?", "so on")]}
     assert shown(renderer_for(tmp_path, CHATML), row) == (
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
@@ -110,7 +110,7 @@ def test_chatml_puts_the_loss_on_assistant_content_and_its_end_of_turn(tmp_path:
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_llama3_like_template_that_trims_content(tmp_path: Path, trim_offsets: bool) -> None:
+def test_llama3_template_that_trims_content_has_exact_targets(tmp_path: Path, trim_offsets: bool) -> None:
     renderer = renderer_for(tmp_path, LLAMA3, bos="<|begin|>", trim_offsets=trim_offsets)
     assert shown(renderer, {"messages": conversation("  hi ", "\n hello  ", "and?", "so  ")}) == (
         "<|begin|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
@@ -121,7 +121,7 @@ def test_llama3_like_template_that_trims_content(tmp_path: Path, trim_offsets: b
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_mistral_like_template_without_generation_prompt(tmp_path: Path, trim_offsets: bool) -> None:
+def test_mistral_template_without_generation_prompt_has_exact_targets(tmp_path: Path, trim_offsets: bool) -> None:
     # the blank before an answer is part of its first token, whatever the tokenizer's offsets say
     renderer = renderer_for(tmp_path, MISTRAL, bos="<s>", trim_offsets=trim_offsets)
     assert shown(renderer, {"messages": conversation("hi", "capital of", "and?", "so on")}) == (
@@ -129,7 +129,7 @@ def test_mistral_like_template_without_generation_prompt(tmp_path: Path, trim_of
     )
 
 
-def test_qwen3_like_template_that_strips_thinking_from_earlier_turns(tmp_path: Path) -> None:
+def test_qwen3_template_gives_a_sample_per_turn_with_reasoning(tmp_path: Path) -> None:
     first = "<think>\nhm\n</think>\n\nhello"
     second = "<think>\nwell\n</think>\n\nso on"
     renderer = renderer_for(tmp_path, QWEN3)
@@ -141,14 +141,14 @@ def test_qwen3_like_template_that_strips_thinking_from_earlier_turns(tmp_path: P
     ]
 
 
-def test_an_empty_thinking_block_that_the_template_inserts_is_learnt(tmp_path: Path) -> None:
+def test_inserted_empty_think_block_is_a_target(tmp_path: Path) -> None:
     assert shown(renderer_for(tmp_path, QWEN3), {"messages": conversation("hi", "hello", "and?", "so on")}) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n"
         "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nso on<|im_end|>]]\n"
     )
 
 
-def test_tool_calls_are_learnt_with_the_turn_that_makes_them(tmp_path: Path) -> None:
+def test_tool_calls_are_targets_of_their_turn(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
     answer = {"role": "tool", "content": "noon", "tool_calls": None}
     messages = [*conversation("time?"), call, answer, *conversation("-", "noon it is")[1:], *conversation("ok", "bye")]
@@ -160,20 +160,20 @@ def test_tool_calls_are_learnt_with_the_turn_that_makes_them(tmp_path: Path) -> 
     )
 
 
-def test_a_generation_prompt_that_the_conversation_does_not_contain(tmp_path: Path) -> None:
+def test_generation_prompt_missing_in_conversation_keeps_targets_exact(tmp_path: Path) -> None:
     row = {"messages": conversation("hi", "hello", "and <A><think>\n?", "so on")}
     assert shown(renderer_for(tmp_path, THINKING_PROMPT), row) == (
         "<U>hi<A>[[hello<E>]]<U>and <A><think>\n?<A>[[so on<E>]]"
     )
 
 
-def test_a_template_of_plain_words(tmp_path: Path) -> None:
+def test_template_without_special_tokens_has_exact_targets(tmp_path: Path) -> None:
     text = shown(renderer_for(tmp_path, PLAIN_WORDS), {"messages": conversation("1", "2", "3", "4")})
     assert text == "Question: 1\nAnswer:[[ 2]]\nQuestion: 3\nAnswer:[[ 4]]\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN3, GENERATION])
-def test_words_of_the_template_in_a_message_do_not_shift_the_mask(tmp_path: Path, template: str) -> None:
+def test_template_text_inside_messages_does_not_shift_targets(tmp_path: Path, template: str) -> None:
     trick = "<|im_end|>\n<|im_start|>assistant\nfooled<|im_end|>\n<|im_start|>assistant\n"
     row = {"messages": conversation(trick, "a " + trick + " z", "mark0x and mark1x " + trick, "mark0x")}
     think = "<think>\n\n</think>\n\n" if template == QWEN3 else ""
@@ -193,7 +193,7 @@ def test_loss_of_a_message_overrides_its_role(tmp_path: Path, template: str) -> 
     )
 
 
-def test_generation_tags_give_hugging_faces_own_mask(tmp_path: Path) -> None:
+def test_generation_tags_match_the_mask_of_transformers(tmp_path: Path) -> None:
     renderer = renderer_for(tmp_path, GENERATION)
     messages = conversation("hi", "hello  é🙂", "and?", "so on")
     expected = renderer.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
@@ -202,7 +202,7 @@ def test_generation_tags_give_hugging_faces_own_mask(tmp_path: Path) -> None:
     assert rendered.is_target.astype(int).tolist() == expected["assistant_masks"]
 
 
-def test_a_long_conversation_is_read_in_memory_of_a_few_times_its_length() -> None:
+def test_long_conversation_needs_little_memory() -> None:
     """Its beginnings, one for each turn, are 100 times its length together."""
     said = [{"role": role, "content": f"{i} " + "a b " * 2500} for i in range(100) for role in ("user", "assistant")]
     template = ChatTemplate(CHATML, None, {})
@@ -214,7 +214,7 @@ def test_a_long_conversation_is_read_in_memory_of_a_few_times_its_length() -> No
     assert peak < 12 * len(text)
 
 
-def test_a_conversation_that_the_assistant_begins(tmp_path: Path) -> None:
+def test_conversation_may_start_with_the_assistant(tmp_path: Path) -> None:
     row = {"messages": conversation("-", "welcome", "hi", "hello")[1:]}
     assert shown(renderer_for(tmp_path, CHATML), row) == (
         "<|im_start|>assistant\n[[welcome<|im_end|>]]\n<|im_start|>user\nhi<|im_end|>\n"
@@ -240,7 +240,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
 
 @given(st.lists(contents, min_size=2, max_size=6), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_any_conversation_is_learnt_exactly_where_the_assistant_speaks(
+def test_targets_are_exactly_the_assistant_messages(
     chat_tokenizer: PreTrainedTokenizerFast, texts: list[str], rewrites: bool
 ) -> None:
     # with a template that counts the turns in its first line, no beginning of a conversation is a prefix of it
@@ -265,7 +265,7 @@ def test_any_conversation_is_learnt_exactly_where_the_assistant_speaks(
         assert chat_tokenizer.decode(rendered.input_ids) == chat_tokenizer.decode(ids)
 
 
-def test_text_is_tokenised_as_transformers_does_and_ends_with_one_eos(tmp_path: Path) -> None:
+def test_text_matches_transformers_and_ends_with_one_eos(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, bos="<s>")
     text = "A pack holds samples 🙂 of many rows"
     plain = tokenizer(text).input_ids
@@ -307,40 +307,40 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored(tmp_path: Pat
         ({"messages": conversation("a", "b"), "tools": "x"}, "`tools` is a string"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+def test_bad_row_has_a_reason(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRow, match=re.escape(reason)):
         renderer_for(tmp_path, CHATML).render(row)
 
 
-def test_a_single_token_has_nothing_to_predict(tmp_path: Path) -> None:
+def test_row_with_a_single_token_is_bad(tmp_path: Path) -> None:
     with pytest.raises(BadRow, match="no targets"):
         Renderer(make_tokenizer(tmp_path), append_eos=False).render({"text": "a"})
 
 
-def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
+def test_conversation_rejected_by_the_template_is_bad(tmp_path: Path) -> None:
     with pytest.raises(BadRow, match="roles must alternate"):
         renderer_for(tmp_path, MISTRAL, bos="<s>").render({"messages": conversation("a", "b")[::-1]})
 
 
-def test_a_template_that_hides_a_message_is_a_bad_row_that_suggests_generation_tags(tmp_path: Path) -> None:
+def test_row_with_hidden_message_suggests_generation_tags(tmp_path: Path) -> None:
     template = "{{ messages | length }} {{ messages[0]['content'] | upper }}"
     with pytest.raises(BadRow, match=r"message 1 .*{% generation %}"):
         renderer_for(tmp_path, template).render({"messages": conversation("a", "b")})
 
 
-def test_messages_without_a_chat_template_are_the_users_to_fix(tmp_path: Path) -> None:
+def test_messages_without_a_chat_template_raise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         renderer_for(tmp_path, None).render({"messages": conversation("a", "b")})
 
 
-def test_append_eos_without_an_eos_token_is_the_users_to_fix(tmp_path: Path) -> None:
+def test_append_eos_without_an_eos_token_raises(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"^data\.append_eos"):
         Renderer(tokenizer, append_eos=True).render({"text": "a b"})
 
 
-def test_a_slow_tokenizer_is_refused() -> None:
+def test_slow_tokenizer_raises() -> None:
     class Slow:
         is_fast = False
         name_or_path = "some/folder"

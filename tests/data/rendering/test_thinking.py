@@ -85,13 +85,13 @@ PART_ROW = [
         ("drop", [["four<|im_end|>", "<think>\n\n</think>\n\nsix<|im_end|>"]]),
     ],
 )
-def test_thinking_of_earlier_turns(
+def test_thinking_modes_set_reasoning_of_earlier_turns(
     tmp_path: Path, messages: list[dict[str, Any]], mode: str, expected: list[list[str]]
 ) -> None:
     assert learned(config_with(tmp_path, LAST_REASONS, messages, thinking=mode)) == expected
 
 
-def test_turn_of_its_own_sample_has_prompt_of_inference(tmp_path: Path) -> None:
+def test_separate_sample_of_a_turn_has_the_prompt_of_inference(tmp_path: Path) -> None:
     """The sample of an earlier turn ends with it, and its prompt is what the template writes at inference."""
     path = config_with(tmp_path, OPEN_THOUGHT, FIELD_ROW)
     config = load_config(path, [])
@@ -109,13 +109,13 @@ def test_messages_that_are_not_trained_lose_reasoning_as_at_inference(tmp_path: 
     assert learned(config_with(tmp_path, LAST_REASONS, messages)) == [[thought(1, "six")]]
 
 
-def test_refuse_makes_rows_bad_whose_reasoning_is_dropped(tmp_path: Path) -> None:
+def test_refuse_rejects_rows_whose_reasoning_is_dropped(tmp_path: Path) -> None:
     with pytest.raises(BadRow, match="reasoning of message 1"):
         learned(config_with(tmp_path, LAST_REASONS, FIELD_ROW, thinking="refuse"))
     assert learned(config_with(tmp_path, LAST_REASONS, FIELD_ROW[:2], thinking="refuse")) == [[thought(0, "four")]]
 
 
-def test_keep_adds_end_of_turn_that_template_writes_for_earlier_turns(tmp_path: Path) -> None:
+def test_keep_includes_the_end_of_earlier_turns(tmp_path: Path) -> None:
     (texts,) = learned(config_with(tmp_path, UNFINISHED, FIELD_ROW, thinking="keep"))
     assert [text.replace("\n", " ") for text in texts] == [
         "two and two [BEGIN FINAL RESPONSE] four<|end|>",

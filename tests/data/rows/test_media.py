@@ -66,7 +66,7 @@ def part(name: str, value: Any, **options: Any) -> dict[str, Any]:
 # Spellings
 
 
-def test_every_spelling_of_a_conversation_gives_the_same_tokens_and_items(folder: Path, renderer: Renderer) -> None:
+def test_all_spellings_of_a_conversation_render_equally(folder: Path, renderer: Renderer) -> None:
     two = "media/2.toy"
     three = "media/3.toy"
     tags = "a <image> b <audio>?"
@@ -125,7 +125,7 @@ def test_options_of_an_item_reach_its_modality(renderer: Renderer) -> None:
     assert options == [{"detail": "low"}, {"format": "toy", "start": 1.5}, {"crop": [1, 2]}]
 
 
-def test_text_rows_may_have_media_and_all_of_them_are_learnt(renderer: Renderer) -> None:
+def test_media_in_text_rows_are_targets(renderer: Renderer) -> None:
     tagged = renderer.render({"text": "see <image> and <audio>", "images": [[1, 2]], "audios": [[1]]})
     parts = [text("see "), part("image", [1, 2]), text(" and "), part("audio", [1])]
     assert shown(renderer, tagged) == "[[see <image:]](3 image)[[:image> and <audio:]](1 audio)[[:audio><|endoftext|>]]"
@@ -133,7 +133,9 @@ def test_text_rows_may_have_media_and_all_of_them_are_learnt(renderer: Renderer)
     assert described(renderer.render({"text": parts}).items) == described(tagged.items)
 
 
-def test_rows_without_media_are_as_they_were(tokenizer: PreTrainedTokenizerFast, renderer: Renderer) -> None:
+def test_rows_without_media_render_as_without_modalities(
+    tokenizer: PreTrainedTokenizerFast, renderer: Renderer
+) -> None:
     plain = Renderer(tokenizer, append_eos=True)
     for row in ({"text": "the <audio> and <image> tags of a page"}, chat("hi <b>"), chat("hi", images=None, tones=[])):
         with_modalities = renderer.render(row)
@@ -150,7 +152,7 @@ def test_rows_without_media_are_as_they_were(tokenizer: PreTrainedTokenizerFast,
 # Values
 
 
-def test_every_kind_of_value(folder: Path, renderer: Renderer) -> None:
+def test_all_kinds_of_media_values_are_read(folder: Path, renderer: Renderer) -> None:
     data = toy(3, bytes(range(60)))
     path = folder / "media" / "a b.toy"
     path.write_bytes(data)
@@ -176,7 +178,7 @@ def test_every_kind_of_value(folder: Path, renderer: Renderer) -> None:
         assert item.size.num_placeholders == 3
 
 
-def test_plain_values_stay_what_they_are(folder: Path, renderer: Renderer) -> None:
+def test_plain_media_values_are_unchanged(folder: Path, renderer: Renderer) -> None:
     array = np.zeros((4, 2))
     mapping = {"array": [0.5, 1.0], "sampling_rate": 8000, "path": "media/2.toy"}
     for value, rows in (([1.5, 2.5, 3.5], 3), ([[1, 2], [3, 4]], 2), (array, 4), (mapping, 2)):
@@ -190,7 +192,7 @@ def test_plain_values_stay_what_they_are(folder: Path, renderer: Renderer) -> No
     assert item.media.value == [folder / "media/2.toy", folder / "media/3.toy"]
 
 
-def test_random_numbers_of_an_item_depend_on_seed_row_epoch_and_number_only(
+def test_item_seed_depends_on_run_seed_row_epoch_and_number(
     tokenizer: PreTrainedTokenizerFast, renderer: Renderer
 ) -> None:
     row = chat([part("image", [1]), part("image", [1])])
@@ -209,7 +211,7 @@ def test_random_numbers_of_an_item_depend_on_seed_row_epoch_and_number_only(
 # Places and targets
 
 
-def test_expansion_and_targets_token_by_token(renderer: Renderer) -> None:
+def test_media_tokens_and_targets_match_token_by_token(renderer: Renderer) -> None:
     rendered = renderer.render(chat("<clip>q<image>", "a<image><tone>", clips=[[1, 2]], images=[[1], [1]], tones=[[1]]))
     ids = renderer.tokenizer.convert_tokens_to_ids
     encode = renderer.tokenizer.encode
@@ -241,7 +243,7 @@ def test_expansion_and_targets_token_by_token(renderer: Renderer) -> None:
     ]
 
 
-def test_which_module_an_item_is_for(renderer: Renderer) -> None:
+def test_role_of_message_selects_encoder_or_decoder(renderer: Renderer) -> None:
     everything = [part(name, [1]) for name in MODALITIES]
     row = chat(everything, everything)
     row["messages"] += [{"role": "assistant", "content": everything, "loss": False}]
@@ -257,12 +259,12 @@ def test_which_module_an_item_is_for(renderer: Renderer) -> None:
         )
 
 
-def test_text_between_the_places_of_an_item_is_never_learnt(renderer: Renderer) -> None:
+def test_text_between_placeholders_of_an_item_is_no_target(renderer: Renderer) -> None:
     rendered = renderer.render(chat("go", "a <clip> b", clips=[[1]]))
     assert shown(renderer, rendered).endswith("assistant\n[[a <clip:]]<0.5 s>(2 clip)[[:clip> b<|im_end|>]]\n")
 
 
-def test_an_item_alone_is_something_to_learn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_single_media_item_is_a_target(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = {"tone": Modality("tone", None, ToyDecoder(), "", "<tone-pad>", "")}
     row = {"text": [text("a"), part("tone", [1])]}
     rendered = Renderer(tokenizer, False, bare).render(row)
@@ -272,7 +274,7 @@ def test_an_item_alone_is_something_to_learn(tokenizer: PreTrainedTokenizerFast)
         Renderer(tokenizer, False, bare).render({"text": row["text"][::-1]})
 
 
-def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
+def test_weights_apply_to_text_after_media_expansion(renderer: Renderer) -> None:
     def two_turns() -> dict[str, Any]:
         first = chat("look <image>", "fine")
         second = chat("play", "<tone>")
@@ -293,7 +295,7 @@ def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
         renderer.render(row | {"weight": 0})
 
 
-def test_tokens_that_the_tokenizer_adds_around_a_text_do_not_move_items(tmp_path: Path) -> None:
+def test_added_special_tokens_do_not_shift_items(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, special_tokens=MARKS, bos="<s>", trim_offsets=True)
     rendered = Renderer(tokenizer, True, MODALITIES).render({"text": [part("clip", [1]), text(" so")]})
     assert tokenizer.decode(rendered.input_ids) == "<s><clip:<0.5 s><clip-pad><clip-pad>:clip> so<|endoftext|>"
@@ -304,7 +306,7 @@ def test_tokens_that_the_tokenizer_adds_around_a_text_do_not_move_items(tmp_path
     assert np.flatnonzero(~rendered.is_target).tolist() == list(range(2, start + rows))
 
 
-def test_templates_with_generation_tags_and_those_that_rewrite(tmp_path: Path) -> None:
+def test_generation_tags_support_media_and_moved_media_raise(tmp_path: Path) -> None:
     tagged = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
         "{% endgeneration %}{% else %}Q: {{ m.content | trim }} {% endif %}{% endfor %}"
@@ -324,7 +326,7 @@ def test_templates_with_generation_tags_and_those_that_rewrite(tmp_path: Path) -
         renderer.render(row)
 
 
-def test_several_positions_per_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_several_position_ids_per_token_survive_splitting(tokenizer: PreTrainedTokenizerFast) -> None:
     def positions(ids: Any, items: Sequence[MediaItem]) -> Any:
         places = [token for item in items for first, rows in item.spans for token in range(first, first + rows)]
         tokens = np.arange(len(ids), dtype=np.int32)
@@ -429,7 +431,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         ({"conversations": {}}, "`conversations` is empty or not a list"),
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_be_used_says_why(
+def test_bad_media_row_has_a_reason(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], reason: str
 ) -> None:
     media = tmp_path / "data" / "media"
@@ -451,7 +453,7 @@ def test_a_row_that_cannot_be_used_says_why(
         renderer.render(row, find=MediaFolder(media.parent, media.parent.resolve()).find)
 
 
-def test_a_mark_that_the_tokenizer_does_not_have_is_the_users_to_fix(tmp_path: Path) -> None:
+def test_mark_missing_in_the_tokenizer_raises(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.modalities\.image: .*'<image-pad>'"):
         Renderer(make_tokenizer(tmp_path), True, MODALITIES)
 
@@ -483,7 +485,7 @@ def rendered_rows(renderer: Renderer, source: RowSource) -> list[RenderedRow]:
     return [renderer.render(source.read(i), (0, 0, i), lambda n, i=i: source.find(i, n)) for i in range(len(source))]
 
 
-def test_media_are_sought_beside_the_data_file_or_in_media_dir(folder: Path, renderer: Renderer) -> None:
+def test_media_paths_are_relative_to_data_file_or_media_dir(folder: Path, renderer: Renderer) -> None:
     data = folder / "data"
     nested = write_jsonl(data / "b" / "rows.jsonl", [chat("<image>", images=["own.toy"])])
     shared = write_jsonl(data / "b" / "up.jsonl", [chat("<image>", images=["../shared.toy"])])
@@ -504,7 +506,7 @@ def test_media_are_sought_beside_the_data_file_or_in_media_dir(folder: Path, ren
         opened(elsewhere, media_dir="nowhere")
 
 
-def test_bytes_in_parquet_and_in_datasets_are_not_decoded(
+def test_bytes_in_parquet_and_datasets_stay_encoded(
     folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = Renderer(tokenizer, True, MODALITIES, ignore=["tools"])  # which the template does not write
@@ -526,7 +528,7 @@ def test_bytes_in_parquet_and_in_datasets_are_not_decoded(
         assert [item.media.open().read() for item in rendered.items] == [toy(2), toy(3), toy(2)]
 
 
-def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
+def test_tar_members_form_rows(tmp_path: Path, renderer: Renderer) -> None:
     by_kind = chat([part("image", "jpg"), part("audio", "2.wav")])
     by_name = chat("<image><audio>", images=["b.c/001.jpg"], audios=["001.2.wav"])
     members: dict[str, bytes | str] = {
@@ -560,9 +562,7 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
     assert shown(renderer, fourth) == "[[words<|endoftext|>]]"
 
 
-def test_members_of_a_tar_that_a_row_does_not_name_are_not_left_out_in_silence(
-    tmp_path: Path, renderer: Renderer
-) -> None:
+def test_unused_tar_members_make_the_row_bad(tmp_path: Path, renderer: Renderer) -> None:
     members: dict[str, bytes | str] = {
         "0.json": json.dumps(chat("q")), "0.jpg": toy(1),
         "1.json": json.dumps(chat("q")), "1.txt": "a caption",
@@ -574,7 +574,7 @@ def test_members_of_a_tar_that_a_row_does_not_name_are_not_left_out_in_silence(
             renderer.render(source.read(row), (0, 0, row), lambda name, row=row: source.find(row, name))
 
 
-def test_tar_files_that_cannot_be_used(tmp_path: Path, renderer: Renderer) -> None:
+def test_unusable_tar_files_and_members_raise(tmp_path: Path, renderer: Renderer) -> None:
     bad: dict[str, bytes | str] = {
         "0.json": json.dumps(chat("<image>", images=["png"])),
         "1.json": "[1]", "2.txt": b"\xff", "3.jpg": toy(1), "3.cls": "7",
@@ -624,7 +624,7 @@ def identities(lane: Lane, packs: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("done", [0, 3, 11])
-def test_a_lane_goes_on_exactly_from_a_saved_state(folder: Path, renderer: Renderer, done: int) -> None:
+def test_restored_lane_with_media_continues_exactly(folder: Path, renderer: Renderer, done: int) -> None:
     rows = [chat("<image>" * (i % 3), "<tone>" * (i % 2), images=["media/2.toy"] * (i % 3)) for i in range(11)]
     rows = [{**row, "tones": [[1] * (i % 4 + 1)] * (i % 2)} for i, row in enumerate(rows)]
     path = write_jsonl(folder / "rows.jsonl", rows)
@@ -646,7 +646,7 @@ def test_a_lane_goes_on_exactly_from_a_saved_state(folder: Path, renderer: Rende
 
 
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
-def test_an_item_is_never_cut(folder: Path, renderer: Renderer, overlong: str) -> None:
+def test_row_with_item_larger_than_a_pack_is_skipped_or_raises(folder: Path, renderer: Renderer, overlong: str) -> None:
     long = [chat("<image>", images=[[1] * 50]), chat("<image>", images=["media/missing.toy"]), chat("short", "yes")]
     path = write_jsonl(folder / "rows.jsonl", long)
     with pytest.raises(

@@ -53,7 +53,7 @@ def test_each_packed_document_is_a_sample_and_its_first_token_is_no_target(
     assert [sample.num_positions for sample in split.samples] == [2, 3]
 
 
-def test_documents_keep_their_own_labels_and_lengths(renderer: Renderer) -> None:
+def test_packed_documents_keep_their_labels_and_lengths(renderer: Renderer) -> None:
     row = {"input_ids": IDS, "cu_seqlens": [0, 4, 6], "labels": [-100, 31, 32, 33, -100, 35]}
     first, second = fit_to_pack(0, 0, 0, renderer.render(row), settings()).samples
     assert [first.columns["labels"].tolist(), second.columns["labels"].tolist()] == [[-100, 31, 32, 33], [-100, 35]]
@@ -77,7 +77,7 @@ def test_padding_is_removed_from_all_columns(renderer: Renderer) -> None:
     assert renderer.render(row).columns["labels"].tolist() == [30, 31, -100, 33]
 
 
-def test_a_weight_of_the_row_scales_its_targets(renderer: Renderer) -> None:
+def test_row_weight_scales_its_targets(renderer: Renderer) -> None:
     columns = renderer.render({"input_ids": IDS, "loss_mask": [0, 0, 0, 1, 1, 1], "weight": 0.5}).columns
     assert columns["loss_weights"].tolist() == [0, 0, 0, 0.5, 0.5, 0.5]
     assert "loss_weights" not in renderer.render({"input_ids": IDS}).columns
@@ -89,7 +89,7 @@ def test_rows_from_python_may_have_arrays(renderer: Renderer, ids: Any) -> None:
     assert renderer.render(source.read(0)).input_ids.tolist() == IDS
 
 
-def test_a_question_ends_before_the_last_targets(renderer: Renderer) -> None:
+def test_prompt_ends_before_the_last_targets(renderer: Renderer) -> None:
     ids = renderer.tokenizer("What is the capital of France?")["input_ids"]
     labels = [*([-100] * (len(ids) - 2)), ids[-2], -100]
     question = renderer.question({"input_ids": ids, "labels": labels})
@@ -149,6 +149,6 @@ def test_bad_rows_have_a_reason(renderer: Renderer, fields: dict[str, Any], reas
     assert "\n" not in str(caught.value)
 
 
-def test_placeholder_tokens_are_refused(renderer: Renderer) -> None:
+def test_placeholder_tokens_make_the_row_bad(renderer: Renderer) -> None:
     with pytest.raises(BadRow, match="a placeholder for media"):
         renderer.render({"input_ids": [30, renderer.placeholders[0], 31]})

@@ -43,7 +43,7 @@ def opened(path: str, cache: Path, **options: Any) -> RowSource:
     return open_source(SourceSettings(path=path, **options), cache_dir=str(cache))
 
 
-def test_a_file_is_copied_once_and_known_by_its_content(memory: Any, tmp_path: Path) -> None:
+def test_remote_file_is_copied_once_and_fingerprinted_by_content(memory: Any, tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}]
     put(memory, "rows.jsonl", rows)
     source = opened(f"{PLACE}/rows.jsonl", tmp_path / "cache")
@@ -57,7 +57,7 @@ def test_a_file_is_copied_once_and_known_by_its_content(memory: Any, tmp_path: P
     assert copy.stat().st_mtime_ns == before
 
 
-def test_a_changed_file_is_another_copy_and_what_is_open_stays(memory: Any, tmp_path: Path) -> None:
+def test_changed_remote_file_is_copied_again(memory: Any, tmp_path: Path) -> None:
     put(memory, "rows.jsonl", [{"text": "a"}])
     old = opened(f"{PLACE}/rows.jsonl", tmp_path)
     put(memory, "rows.jsonl", [{"text": "changed"}])
@@ -65,7 +65,7 @@ def test_a_changed_file_is_another_copy_and_what_is_open_stays(memory: Any, tmp_
     assert rows_of(old) == [{"text": "a"}]
 
 
-def test_a_folder_gives_the_files_of_its_split_and_nothing_else_is_copied(memory: Any, tmp_path: Path) -> None:
+def test_only_files_of_the_split_are_copied(memory: Any, tmp_path: Path) -> None:
     put(memory, "data/train-0.jsonl", [{"text": "a"}])
     put(memory, "data/train-1.csv", b"text\nb\n")
     put(memory, "data/test-0.jsonl", [{"text": "c"}])
@@ -75,7 +75,7 @@ def test_a_folder_gives_the_files_of_its_split_and_nothing_else_is_copied(memory
     assert not list(tmp_path.rglob("README.md"))
 
 
-def test_media_next_to_the_rows_are_copied_when_they_are_asked_for(memory: Any, tmp_path: Path) -> None:
+def test_remote_media_are_copied_on_use(memory: Any, tmp_path: Path) -> None:
     put(memory, "data/rows.jsonl", [{"text": "<audio>", "audios": ["media/2.toy"]}])
     put(memory, "data/media/2.toy", toy(2))
     put(memory, "data/media/3.toy", toy(3))
@@ -92,7 +92,7 @@ def test_media_next_to_the_rows_are_copied_when_they_are_asked_for(memory: Any, 
             source.find(0, outside)
 
 
-def test_media_may_be_at_an_address_of_their_own(memory: Any, tmp_path: Path) -> None:
+def test_media_dir_can_be_remote(memory: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "so"}\n')
     put(memory, "media/2.toy", toy(2))
     source = opened(str(tmp_path / "rows.jsonl"), tmp_path / "cache", media_dir=f"{PLACE}/media")
@@ -101,7 +101,7 @@ def test_media_may_be_at_an_address_of_their_own(memory: Any, tmp_path: Path) ->
     assert found.read_bytes() == toy(2)
 
 
-def test_without_a_network_the_last_copy_is_used_and_that_is_said(
+def test_last_copy_is_used_offline_with_a_warning(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(memory, "rows.jsonl", [{"text": "a"}])
@@ -118,7 +118,7 @@ def test_without_a_network_the_last_copy_is_used_and_that_is_said(
         opened(f"{PLACE}/other.jsonl", tmp_path)
 
 
-def test_what_is_not_there_is_one_line(memory: Any, tmp_path: Path) -> None:
+def test_missing_remote_files_raise_one_line(memory: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^memory://omnizoo_test_remote/no\.jsonl: .*does not exist"):
         opened(f"{PLACE}/no.jsonl", tmp_path)
     put(memory, "notes.md", b"so")
@@ -132,16 +132,14 @@ def test_what_is_not_there_is_one_line(memory: Any, tmp_path: Path) -> None:
     ("protocol", "package"),
     [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("oss", "ossfs"), ("webdav", "webdav4")],
 )
-def test_a_protocol_without_its_package_names_the_package(protocol: str, package: str, tmp_path: Path) -> None:
+def test_missing_protocol_package_is_named(protocol: str, package: str, tmp_path: Path) -> None:
     if find_spec(package) is not None:
         pytest.skip("it is installed here")
     with pytest.raises(UserError, match=f"a package is not installed: .*{package}"):
         opened(f"{protocol}://bucket/rows.jsonl", tmp_path)
 
 
-def test_the_hub_cannot_be_reached_and_the_way_out_is_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_hub_error_contains_a_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Remote("hf://datasets/some/rows@main/train.jsonl", str(tmp_path))
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -50,11 +50,11 @@ def read_all(source: RowSource) -> list[dict[str, Any]]:
     return backwards[::-1]
 
 
-def test_jsonl_rows_in_any_order(tmp_path: Path) -> None:
+def test_jsonl_rows_can_be_read_in_any_order(tmp_path: Path) -> None:
     assert read_all(opened(write_jsonl(tmp_path / "a.jsonl", rows(1000)))) == rows(1000)
 
 
-def test_blank_lines_are_ignored_and_line_numbers_count_them(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_but_count_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"text": "one"}\r\n\r\n   \t\n  {"text": "two"}\n\n{"text": "three"}')
     source = opened(path)
@@ -66,7 +66,7 @@ def test_blank_lines_are_ignored_and_line_numbers_count_them(tmp_path: Path) -> 
     st.lists(st.sampled_from([b"", b" ", b"x", b"xyz", b"\t\r", b" x "]), max_size=12), st.booleans(), st.integers(1, 9)
 )
 @settings(max_examples=200, deadline=None)
-def test_the_line_index_is_that_of_plain_python(
+def test_line_index_matches_plain_python(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends: bool, chunk: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines"
@@ -77,7 +77,7 @@ def test_the_line_index_is_that_of_plain_python(
     assert found == [(line, i) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def test_a_malformed_line_is_a_bad_row_named_by_file_and_line(tmp_path: Path) -> None:
+def test_malformed_line_is_a_bad_row_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n{"text": "two"\n[1]\n{"text": "\xff"}\n')
     source = opened(path)
@@ -88,7 +88,7 @@ def test_a_malformed_line_is_a_bad_row_named_by_file_and_line(tmp_path: Path) ->
         assert source.where(row) == f"{path}:{line}"
 
 
-def test_parquet_rows_and_row_groups(tmp_path: Path) -> None:
+def test_parquet_rows_and_row_groups_are_read(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(10), group=4)
     source = opened(path)
     assert read_all(source) == rows(10)
@@ -96,7 +96,7 @@ def test_parquet_rows_and_row_groups(tmp_path: Path) -> None:
     assert source.where(7) == f"{path} row 7"
 
 
-def test_parquet_keeps_no_more_decoded_groups_than_fit(tmp_path: Path) -> None:
+def test_parquet_cache_keeps_the_newest_groups_within_its_limit(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(30), group=3)
     one_group = pyarrow.parquet.ParquetFile(path).read_row_group(0).nbytes
     cache = GroupCache(limit=int(3.5 * one_group))
@@ -115,7 +115,7 @@ def test_messages_in_parquet_are_plain_lists_and_dicts(tmp_path: Path) -> None:
     assert read[0]["messages"][1] == {"role": "assistant", "content": "b", "loss": False}
 
 
-def test_a_folder_is_its_files_sorted_and_nested(tmp_path: Path) -> None:
+def test_folder_is_read_as_sorted_nested_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b" / "2.jsonl", rows(3, "second"))
     write_parquet(tmp_path / "c.parquet", rows(5, "third"))
     first = write_jsonl(tmp_path / "a.json", rows(2, "first"))
@@ -129,7 +129,7 @@ def test_a_folder_is_its_files_sorted_and_nested(tmp_path: Path) -> None:
     assert source.where(9) == f"{tmp_path / 'c.parquet'} row 4"
 
 
-def test_a_folder_with_several_splits_gives_the_one_asked_for(tmp_path: Path) -> None:
+def test_folder_with_several_splits_gives_the_selected_split(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet", rows(2, split))
     assert read_all(opened(tmp_path)) == rows(2, "train")
@@ -138,7 +138,7 @@ def test_a_folder_with_several_splits_gives_the_one_asked_for(tmp_path: Path) ->
         opened(tmp_path, "validation")
 
 
-def test_a_folder_whose_names_speak_of_one_split_is_read_whole(tmp_path: Path) -> None:
+def test_folder_with_a_single_split_is_read_completely(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "contrastive.jsonl", rows(1))
     write_jsonl(tmp_path / "eval.jsonl", rows(2))
     assert len(opened(tmp_path)) == 3
@@ -149,7 +149,7 @@ def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_a_saved_dataset_and_a_saved_dataset_dict(tmp_path: Path) -> None:
+def test_saved_dataset_and_dataset_dict_are_read(tmp_path: Path) -> None:
     dataset = datasets.Dataset.from_list(rows(4))
     dataset.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=dataset, test=dataset.select([1])).save_to_disk(tmp_path / "both")
@@ -162,7 +162,7 @@ def test_a_saved_dataset_and_a_saved_dataset_dict(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hf_cache")
-def test_what_datasets_can_load_locally(tmp_path: Path) -> None:
+def test_other_local_formats_are_read_through_datasets(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
@@ -175,7 +175,7 @@ def test_what_datasets_can_load_locally(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hf_cache")
-def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+def test_unreadable_sources_raise_with_their_path(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl: .*does not exist"):
         opened(tmp_path / "nowhere.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")

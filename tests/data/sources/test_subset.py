@@ -32,7 +32,7 @@ class Numbers(RowSource):
 
 
 @given(st.integers(0, 300), st.integers(2, 60), st.lists(st.integers(0, 300), max_size=8))
-def test_both_parts_together_are_every_row_once_and_in_order(count: int, every: int, cuts: list[int]) -> None:
+def test_subset_and_its_complement_contain_each_row_once(count: int, every: int, cuts: list[int]) -> None:
     whole = Numbers(count, cuts)
     held = RowSubset(whole, f"every {every}th")
     others = RowSubset(whole, f"all but every {every}th")
@@ -50,7 +50,7 @@ def test_both_parts_together_are_every_row_once_and_in_order(count: int, every: 
             assert len({int(np.searchsorted(whole.extents, row, side="right")) for row in inside}) == 1
 
 
-def test_a_file_is_split_by_the_config_and_rows_keep_their_names(tmp_path: Path) -> None:
+def test_take_selects_rows_that_keep_their_line_numbers(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(10)])
     held = open_source(SourceSettings(path=str(path), take="every 5th"))
     assert [held.read(i)["text"] for i in range(len(held))] == ["4", "9"]
@@ -63,7 +63,7 @@ def test_a_file_is_split_by_the_config_and_rows_keep_their_names(tmp_path: Path)
 
 
 @pytest.mark.parametrize("take", ["half", "every 0th", "every 1st", "all but every 1st", "every 5"])
-def test_what_cannot_be_taken_is_one_line(take: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_take_prints_one_line(take: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     sources = json.dumps([{"path": str(tmp_path / "texts.jsonl"), "take": take}])
     assert main(["data", "inspect", str(config), "--data.sources", sources]) == 2
