@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="maximum number of responses to generate at once; higher values need more memory (default: 8)",
     )
-    parser.add_argument("--speaker", metavar="NAME", help="voice of generated speech (default: chosen by the model)")
+    parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: the model's default voice)")
     parser.add_argument(
         "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
     )
@@ -305,9 +305,9 @@ def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel", has_o
     if args.speaker is not None and args.no_speech:
         raise UserError(f"--speaker: {args.speaker}, but --no-speech is also set. Remove one of them.")
     if args.speaker is not None and not can_speak:
-        raise UserError(f"--speaker: {args.speaker}, but {folder} does not generate speech. Remove --speaker.")
+        raise UserError(f"--speaker: {args.speaker}, but {folder} cannot speak. Remove --speaker.")
     if speaker_format is not None and args.no_speech:
-        raise UserError(f"--no-speech: {folder} generates only speech. Remove --no-speech.")
+        raise UserError(f"--no-speech: {folder} can only speak. Remove --no-speech.")
     if speaker_format is not None and args.speaker is not None and not has_only_text:
         raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 

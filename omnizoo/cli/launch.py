@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image",
         metavar="NAME",
         default="REGISTRY/omnizoo:latest",
-        help="container image that contains omnizoo, for Kubernetes (default: REGISTRY/omnizoo:latest)",
+        help="container with omnizoo, for Kubernetes (default: REGISTRY/omnizoo:latest)",
     )
 
 

@@ -55,7 +55,7 @@ def describe_config(fields: Mapping[str, Any]) -> str:
         class_name = shorten(fields.get("_class_name", "unknown class"))
         return f"it is a model of diffusers ({class_name}), not of transformers. {_diffusers_advice()}"
     if "architecture" in fields and "pretrained_cfg" in fields:
-        return f"it is a model of timm ({shorten(fields['architecture'])}). Use a vision model of transformers"
+        return f"it is a model of timm ({shorten(fields['architecture'])}). Use a model of transformers"
     return "config.json has no `model_type`, so it is not a model of transformers. Check the name of the folder"
 
 
