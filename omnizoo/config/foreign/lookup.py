@@ -80,7 +80,7 @@ def detect(fields: Mapping[str, Any]) -> Trainer | None:
 
 
 def detect_foreign(fields: Mapping[str, Any]) -> Trainer | None:
-    """Return the trainer of a config in which most keys are those of another trainer; None for our own configs."""
+    """Return the trainer of a config if most of its keys belong to another trainer; None for our own configs."""
     if any(not isinstance(name, str) for name in fields):
         return None
     known = {key.key for key in reference.all_keys()}
