@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=path_argument,
-        help="Hugging Face folder, such as an export; ORG/NAME on the hub; adapter folder (merged into its base model); "
-        "or run or checkpoint (exported temporarily)",
+        help="Hugging Face folder, such as an export; ORG/NAME on the hub; adapter folder (merged into its base "
+        "model); or run or checkpoint (exported temporarily)",
     )
     parser.add_argument(
         "--messages",
