@@ -186,14 +186,9 @@ def abort_groups() -> None:
     _abort_process_group()
 
 
-def can_split(device: torch.device) -> bool:
-    """Whether subgroups can share the connections of the default process group on `device`."""
-    from torch.distributed.distributed_c10d import _get_default_group
-
-    group = _get_default_group()
-    if group.bound_device_id is None:
-        return False
-    return bool(group._get_backend(device).supports_splitting)
+def can_split(group: Any, device: torch.device) -> bool:
+    """Whether subgroups can share the connections of a process group on `device`."""
+    return group.bound_device_id is not None and bool(group._get_backend(device).supports_splitting)
 
 
 def register_fake_collectives() -> None:

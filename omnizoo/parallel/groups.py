@@ -77,11 +77,13 @@ def _new_group(ranks: Sequence[list[int]], axis: str, process: Process) -> dist.
     """Create one group for each set of ranks, and return the group of this rank."""
     description = f"mesh_{axis}"
     backend = BACKENDS.get(process.device.type)
-    if can_split(process.device):
+    if can_split(dist.group.WORLD, process.device):
         # One call per axis, without a rendezvous. Without `backend`, every group would also get a CPU backend, which
         # needs one.
         device_backend = f"{process.device.type}:{backend}"
-        split: dist.ProcessGroup | None = dist.split_group(split_ranks=list(ranks), group_desc=description, backend=device_backend)
+        split: dist.ProcessGroup | None = dist.split_group(
+            split_ranks=list(ranks), group_desc=description, backend=device_backend
+        )
         assert split is not None, "each rank is in one of the groups"
         return split
 

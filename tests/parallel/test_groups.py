@@ -13,6 +13,7 @@ from omnizoo.parallel import groups
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import Process, fake_process_group
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 # Layout -> sizes of the groups of rank 0, without the group of all ranks. Axes of size 1 share the group of one rank.
 GROUPS_OF_EIGHT = {
@@ -38,7 +39,7 @@ def mesh_of(parallel: dict[str, int], process: Process) -> Mesh:
 
 
 @contextmanager
-def world_of(ranks: int, device: torch.device = torch.device("cpu")) -> Iterator[Process]:
+def world_of(ranks: int, device: torch.device = CPU) -> Iterator[Process]:
     """A pretended world, seen from rank 0. On an accelerator, groups are split from the group of all ranks."""
     with fake_process_group(0, ranks, torch.device("meta")):
         yield Process(rank=0, world_size=ranks, local_rank=0, device=device)
@@ -70,9 +71,9 @@ def test_mesh_creates_one_group_per_set_of_ranks_that_communicates(
 ) -> None:
     parallel, sizes = GROUPS_OF_EIGHT[layout]
     created = record_new_groups(monkeypatch)
-    monkeypatch.setattr(groups, "can_split", lambda device: is_accelerator)
+    monkeypatch.setattr(groups, "can_split", lambda *_: is_accelerator)
     monkeypatch.setattr("omnizoo.parallel.mesh.BACKENDS", {})  # no device to connect the ring on
-    with world_of(8, CUDA if is_accelerator else torch.device("cpu")) as process:
+    with world_of(8, CUDA if is_accelerator else CPU) as process:
         mesh_of(parallel, process)
     assert sorted(size for size, _ in created) == sorted(sizes)
     assert {backend for _, backend in created} <= {"cuda:nccl" if is_accelerator else None}
