@@ -186,6 +186,11 @@ def abort_groups() -> None:
     _abort_process_group()
 
 
+def can_split(group: Any, device: torch.device) -> bool:
+    """Whether subgroups can share the connections of a process group on `device`."""
+    return group.bound_device_id is not None and bool(group._get_backend(device).supports_splitting)
+
+
 def register_fake_collectives() -> None:
     """Register the backend `fake` for `init_process_group`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the import registers the backend

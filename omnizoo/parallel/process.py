@@ -27,8 +27,10 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    # Cache of device meshes, keyed by the names and sizes of their axes.
-    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    # Caches of device meshes, keyed by the names and sizes of their axes, and of process groups, keyed by whether their
+    # collectives run inside blocks, and by the sets of ranks.
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = field(default_factory=dict)
 
 
 @contextmanager

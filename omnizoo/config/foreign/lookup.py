@@ -8,7 +8,9 @@ from omnizoo.config import reference
 from omnizoo.config.foreign import axolotl, llama_factory, ms_swift, trl, veomni
 from omnizoo.config.foreign.base import Rule, Trainer
 
-TRAINERS = {module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)}
+TRAINERS: dict[str, Trainer] = {
+    module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)
+}
 MIN_DETECTED = 3  # keys of another trainer that make a file one of its configs
 UNIQUE = 3  # weight of a key that only one trainer has
 
