@@ -56,7 +56,7 @@ class Engine:
     """A model with its optimizer and losses on a mesh.
 
     Collective: all ranks must call every method with the same arguments. Results are the same on all ranks, except for
-        the results of `weights`.
+    the results of `weights`.
 
     Attributes:
         model: The sharded model.
