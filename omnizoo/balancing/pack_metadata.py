@@ -69,7 +69,7 @@ ITEM = np.dtype(
     ]
 )
 
-Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without those of its media items
+Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without its media items
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PackTable:
         Args:
             packs: The packs.
             ports: All ports of the model. Items refer to them by index.
-            cost: Returns the FLOPs of a pack, without those of its media items.
+            cost: Returns the FLOPs of a pack, without its media items.
         """
         items = [item for pack in packs for item in pack.items]
         lengths = [length for pack in packs for length in pack.lengths]

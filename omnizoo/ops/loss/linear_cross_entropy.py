@@ -58,7 +58,7 @@ def linear_cross_entropy_sum(
         targets: `[rows]`, token ids.
         weights: `[rows]`, factors of the rows.
         label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
-        z_loss: Factor of the squared log-sum-exp of the logits.
+        z_loss: Factor of the z-loss, the squared log-sum-exp of the logits.
         chunk: Maximum number of logits in memory; None for the default of the device.
         row_losses: `[rows]`, overwritten with the summands, without gradient.
 
