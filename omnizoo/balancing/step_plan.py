@@ -139,7 +139,7 @@ def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:
-    """Return the sum of values, added in sorted order. The order of the packs does not change a single bit of it."""
+    """Return the sum of values, added in sorted order. The result is bitwise independent of the order of the packs."""
     return float(np.sort(values).sum())
 
 
@@ -187,7 +187,7 @@ class MicroBatchPlan:
             self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
-        """Return the items that `rank` processes, each as its number in this micro-batch and its port."""
+        """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
