@@ -123,7 +123,7 @@ def load_weights(
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     loaded = load_files(model, source.files(), source.mapping, device)
     retie(model)
-    for name, parameter in model.named_parameters():  # loading replaced those of frozen tokenizers
+    for name, parameter in model.named_parameters():  # loading replaced the parameters of frozen tokenizers
         parameter.requires_grad_(is_trained[name])
 
     _check_loaded(loaded, source, spec, new)
