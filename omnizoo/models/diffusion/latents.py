@@ -17,5 +17,6 @@ def pack(latents: torch.Tensor, patch: Grid) -> torch.Tensor:
 
 def unpack(tokens: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
     """Return the latents `[B, C, F, H, W]` that `pack` cut into a grid of tokens."""
-    pieces: torch.Tensor = tokens.unflatten(1, grid).unflatten(4, (-1, *patch))  # [B, F', H', W', C, depth, rows, columns]
+    # [B, F', H', W', C, depth, rows, columns]
+    pieces: torch.Tensor = tokens.unflatten(1, grid).unflatten(4, (-1, *patch))
     return pieces.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
