@@ -63,7 +63,13 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         """Return the gathered messages: the message of this rank, and messages without packs from the other ranks."""
         local_message = np.frombuffer(message, np.uint8)
         table, (status,) = decode_messages([local_message])
-        empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
+        empty_table = PackTable(
+            packs=table.packs[:0],
+            lengths=table.lengths[:0],
+            counts=table.counts[:0],
+            items=table.items[:0],
+            spans=table.spans[:0],
+        )
         empty_message = np.frombuffer(encode_message(empty_table, status), np.uint8)
         return [local_message if other == rank else empty_message for other in range(world)]
 
