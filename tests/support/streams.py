@@ -186,6 +186,7 @@ class StreamChecker(TorchDispatchMode):
             earlier = buffer.uses if id(tensor) in written else buffer.writes
             if not stream.has_waited_for(earlier):
                 self.races.append(f"{operator} does not wait for another stream")
+                stream.clock |= earlier  # report each missing wait once
             buffer.uses[stream] = number
             if id(tensor) in written:
                 buffer.writes[stream] = number
