@@ -239,7 +239,7 @@ def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple[
 
 
 def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) -> None:
-    """Print the plan as tables."""
+    """Print the figures of a plan as tables, and the verdict."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160

@@ -212,7 +212,7 @@ def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | Non
             parameters = list(signature(function).parameters.values())
         except ValueError:
             return None
-        for parameter in parameters[isinstance(target, type) :]:  # without `self`
+        for parameter in parameters[isinstance(target, type) :]:  # skip `self` of a constructor
             if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
                 keywords.setdefault(parameter.name, parameter)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):

@@ -226,7 +226,7 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
                 progress.advance(task, initial)
 
             def update(self, n: float | None = 1) -> None:
-                """Add `n` bytes."""
+                """Add `n` downloaded bytes to the progress bar."""
                 if stopped.is_set():
                     raise Interrupted
                 progress.advance(task, n or 0)

@@ -132,7 +132,7 @@ class Decoder(ItemModule):
     `embed` converts targets to input embeddings, so that the foundation can attend to the item.
     """
 
-    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # if not a `LikelihoodDecoder`
+    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # if it is no `LikelihoodDecoder`
 
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Return the prediction targets of the items.

@@ -355,7 +355,7 @@ class LanguageObjective(Objective):
             logits, decoder_sums = run_model(self.model, local)
         try:
             start = anchor(logits)
-        except UnsupportedHeadError:  # only in the first forward pass of a run
+        except UnsupportedHeadError:  # raised only in the first forward pass of a run
             hidden_losses = [loss.loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
             if not all(fall_back_to_logits(loss) for loss in hidden_losses):
                 raise

@@ -30,7 +30,7 @@ def print_sections(prog: str) -> None:
         )
     )
     commands = {
-        f"{prog} --help data": "keys of a section, also nested (data.sources), or one key (train.lr)",
+        f"{prog} --help data": "keys of a section, which may be nested (data.sources), or a single key (train.lr)",
         f"{prog} --help-search pack": "keys that mention a word",
         "omnizoo completion bash": "shell completion of commands, options and keys",
     }

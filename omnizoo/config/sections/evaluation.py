@@ -92,7 +92,7 @@ class EvaluationSection(ConfigSection):
 
     @model_validator(mode="after")
     def _check_metrics(self) -> "EvaluationSection":
-        """Check that metrics of responses have responses, and that all metrics have different names."""
+        """Check that responses are generated if a metric needs them, and that all metrics have different names."""
         for i, metric in enumerate(self.metrics):
             if metric.is_of_answers and not self.samples:
                 raise ValueError(

@@ -44,7 +44,7 @@ METADATA_FIELDS = frozenset(
     }
 )
 # fmt: on
-# In messages, the id that connects a tool result with its call is metadata as well.
+# Also metadata, but only in messages: the id that connects a tool result with its call.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
 REJECTED_RESPONSE = "rejected_response"  # field of ms-swift with a rejected alternative to the last response of the row

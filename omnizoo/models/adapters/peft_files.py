@@ -149,7 +149,7 @@ def file_names(adapter: AdapterInfo) -> dict[str, str]:
     """Return the names of all trained parameters in PEFT's file, keyed by their names in the model."""
     names = {}
     by_owner: dict[str, list[str]] = {}
-    for name in adapter.experts:  # in module order, the order in which PEFT wraps them
+    for name in adapter.experts:  # in the order of modules, as PEFT wraps them
         owner, _, attribute = name.rpartition(".")
         by_owner.setdefault(owner, []).append(attribute)
     for owner, attributes in by_owner.items():
