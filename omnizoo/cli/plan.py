@@ -157,7 +157,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
 
 
 def collective_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return the collectives of the step as JSON objects, those with the most bytes first."""
+    """Return the collectives of the step as JSON objects, sorted by decreasing bytes."""
     by_bytes = sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
     objects = []
     for collective, (count, size) in by_bytes:

@@ -1,7 +1,7 @@
 """Plugins: user code that a config names as `package.module:name`, often instead of a built-in name.
 
 Only code that the config names is imported. The form of names is checked when the config is loaded, before torch is
-imported. An error is one line with the config key, the name and what the key expects.
+imported. An error is one line with the config key, the name and the expected kind of object.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -145,7 +145,7 @@ def _check_connection() -> None:
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise NotReachedError from error
     except httpx2.HTTPError:
-        return  # the download will report what is wrong
+        return  # the download will report the problem
 
 
 def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:

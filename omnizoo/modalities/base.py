@@ -369,7 +369,7 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Convert targets to an item, like `Decoder.render`. `options` must be those that generated the targets."""
+        """Convert targets to an item, like `Decoder.render`. The targets were generated with the same `options`."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:

@@ -1,4 +1,4 @@
-"""Print config keys: all sections, the keys of one section, or those that match a search."""
+"""Print config keys: all sections, the keys of one section, or the keys that match a search."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -242,8 +242,8 @@ class TimedVideoEncoder(InterpolatedVideoEncoder):
 def timed_modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     """Build the encoders of Qwen3-VL.
 
-    The option `outer_markers` of videos sets whether vision markers surround the whole video, in addition to those of
-    each step. transformers keeps the outer pair since version 5; version 4.57 and vLLM replace it.
+    The option `outer_markers` of videos sets whether vision markers surround the whole video, in addition to the
+    markers of each step. transformers keeps the outer pair since version 5; version 4.57 and vLLM replace it.
     """
     video_options = dict(options.get("video", {}))
     outer_markers = video_options.pop("outer_markers", True)
