@@ -62,6 +62,7 @@ class MediaItem:
     raw: Media | None = None  # the item of the row; None after preparation
     inputs: Inputs | None = None  # the prepared item, on the rank that prepared it
     has_targets: bool = True  # False if only the log-likelihood of a target is used, not its loss
+    source: int = 0  # index in data.sources; set when the item is prepared
     answer: int | None = None  # for followers only: index of the assistant message
     notes: Inputs = field(default_factory=dict)  # for followers only: tensors derived from the conversation
 

@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same value."""
+        """Data-parallel rank. It determines the packs of this rank. Ranks that share a pack have the same value."""
         return self.rank // self.layout.sp
 
     @property

@@ -50,4 +50,5 @@ def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
         sample_ids=list(compress(pack.sample_ids, is_kept)),
         items=tuple(items),
         preferences=pack.preferences.select(is_kept),
+        sources=list(compress(pack.sources, is_kept)),
     )

@@ -39,6 +39,16 @@ class MediaTransport(Protocol):
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         """Receive the likelihood of a decoder's targets."""
 
+    def on_losses(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Receive the losses of the targets or items that this rank processes, without gradient.
+
+        Args:
+            port: The decoder or follower.
+            name: Name of the loss term.
+            losses: `[n]`, or a scalar if only their sum is known.
+            tokens: `[n]`, the token that predicts each target, in this rank's slice; None for losses of items.
+        """
+
 
 @dataclass(frozen=True)
 class MediaBatch:
@@ -134,6 +144,9 @@ class PromptTransport:
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         raise NotImplementedError("likelihoods are computed only in training")
+
+    def on_losses(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Ignore the losses, which have no targets."""
 
 
 def prompt_batch(
