@@ -4,7 +4,7 @@ The most expensive packs or items are assigned first, each to the rank with the 
 time first). Then, swaps between ranks reduce the cost on the busiest rank.
 
 Every rank calls these functions with the same costs and must get the same result, regardless of its CPU. Costs are
-therefore converted to integers, whose sums do not depend on the order of additions.
+therefore converted to integers. Sums of integers do not depend on the order of additions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Maximum numbers of pairs that the search for swaps compares, which takes about ten milliseconds.
+# Maximum numbers of pairs that the search for swaps compares. The search takes about ten milliseconds.
 MAX_PACK_COMPARISONS = 3_000_000
 MAX_ITEM_COMPARISONS = 10_000_000
 
@@ -173,7 +173,7 @@ def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int
         if comparisons > max_comparisons:
             return
 
-        # [candidates, items], the cost that the busiest rank loses if it swaps a candidate for an item.
+        # [candidates, items], how much the cost of the busiest rank falls if it swaps a candidate for an item.
         relief = costs[candidates, None] - costs
         # The higher cost of both ranks after the swap. Exclude swaps within the busiest rank.
         cost_after = np.maximum(loads[busiest] - relief, loads[owner] + relief)

@@ -17,7 +17,8 @@ class StepData:
     # Counters since the start of the run, such as the numbers of skipped rows and of dropped samples.
     counters: dict[str, int] = field(default_factory=dict)
     bad_rows: Sequence[str] = ()  # messages from all ranks about rows that were skipped in this step
-    kto_baseline: "StepData | None" = None  # mismatched responses with prompts, which are not trained on
+    kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs; excluded from training
+    totals_by_source: dict[int, StepTotals] = field(default_factory=dict)  # keyed by index in data.sources
 
     @property
     def tokens(self) -> int:

@@ -29,7 +29,7 @@ from omnizoo.models.read_config import load_tokenizer, read_generation_config, r
 from omnizoo.models.untrusted_folders import read_json
 
 MAX_FILE_SIZE = "5GB"  # maximum size of a weight file, as in published models
-# Returns the base model that the adapter of a checkpoint was trained on, and its weights (see merge_adapter.py).
+# Returns the base model of a checkpoint's adapter, and the weights of the base model (see merge_adapter.py).
 Base = Callable[[Path, ModelSection], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
 
@@ -98,7 +98,7 @@ def export(
         dtype = dtype or _published_dtype(model_folder)
     state = cast(state, dtype, _fixed_precision(model))
     parameters: Counter[str] = Counter()
-    for tensor in state.values():  # counted before saving, which removes entries
+    for tensor in state.values():  # counted before saving, because saving removes entries
         parameters[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
 
     partial = out.with_name(f".{out.name}.partial")
@@ -237,7 +237,7 @@ def _size(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The adapter of a checkpoint, and a reference to its base model, which the checkpoint does not contain."""
+    """The adapter of a checkpoint, and a reference to its base model. Checkpoints do not contain the base model."""
 
     info: AdapterInfo
     path: str | None  # folder of the base model

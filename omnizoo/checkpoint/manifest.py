@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the size and hash of every file, the step and the run id. It detects any changed byte.
 
-A manifest contains a hash of itself and has exactly one valid text for its content. Any other text is rejected as
-damaged. xxh3 is not a cryptographic hash, so it detects damage but not forgery.
+A manifest contains a hash of itself. Its content has exactly one valid text; any other text is rejected as damaged.
+xxh3 is not a cryptographic hash, so it detects damage but not forgery.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Manifest:
     files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
-        """Return the text of the manifest file, which includes a hash of its other fields."""
+        """Return the text of the manifest file. It includes a hash of the other fields."""
         files = {name: {"bytes": file.bytes, HASH: file.hash} for name, file in sorted(self.files.items())}
         fields = {"format": FORMAT, "run": self.run, "step": self.step, "files": files}
         check = hash_bytes(json.dumps(fields).encode())

@@ -94,7 +94,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def begin_average(optimizer: torch.optim.Optimizer) -> None:
-    """Set the moving average, if there is one, to the current weights, because they were loaded after its creation."""
+    """Set the moving average, if any, to the current weights. They were loaded after the average was created."""
     for parameter, average in getattr(optimizer, "average", {}).items():
         average.copy_(parameter)
 
@@ -122,7 +122,7 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
 
 
 class _HashingFiles(FileSystem):
-    """File system for DCP's writer that records the size and hash of each file and calls fsync on it."""
+    """File system for DCP's writer. It records the size and hash of each file, and flushes each file with fsync."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -203,7 +203,7 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is torchao's 8-bit optimizer state, whose quantization blocks depend on the local shard."""
+    """Whether the tensor is torchao's 8-bit optimizer state. Its quantization blocks depend on the local shard."""
     return hasattr(local_shard(tensor), "codes")
 
 
@@ -223,7 +223,7 @@ def _on_disk(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that DCP fills: `tensor` itself, or for a quantized one a float32 tensor."""
+    """Return the tensor that DCP fills: `tensor`, or a float32 tensor if `tensor` is quantized."""
     return with_local(tensor, _dequantize(tensor)) if _is_quantized(tensor) else tensor
 
 

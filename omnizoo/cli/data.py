@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_sources(inspection: "Inspection") -> None:
-    """Raise `UserError` if a source has no usable rows, which would stop the run even if bad rows are skipped."""
+    """Raise `UserError` if a source has no usable rows. It would stop the run even if bad rows are skipped."""
     for number, source in enumerate(inspection.sources):
         if source.reason_without_rows:
             raise UserError(
@@ -186,7 +186,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
 
 
 def describe_costliest(port: "PortMix") -> str:
-    """Describe the item of a module that has the most FLOPs: its row, and its share of the module's FLOPs."""
+    """Describe the costliest item of a module: the row of the item, and its share of the module's FLOPs."""
     if not port.cost:
         return "-"
     share = percent(port.costliest.size.cost, port.cost)

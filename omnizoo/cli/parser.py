@@ -49,7 +49,7 @@ def build_parser(commands: Iterable[str] = tuple(COMMANDS)) -> Parser:
     """Build the parser of `omnizoo`, without parsing a command line.
 
     Args:
-        commands: Commands whose arguments are added, which imports their modules. Other commands only have a summary.
+        commands: Commands whose modules are imported to add their arguments. Other commands only have a summary.
 
     Returns:
         The parser. Its `commands` maps the name of each command to its subparser.
@@ -157,7 +157,7 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
-        for key in reversed(keys):  # the key with the fewest levels comes last and replaces the others
+        for key in reversed(keys):  # the last key, with the fewest levels, replaces the other keys
             last_part = key.rpartition(".")[2]
             flags[f"--{last_part}"] = f"--{key}"
 

@@ -23,7 +23,7 @@ COMMAND_LINE = "command line"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
-# Schema keys that a validator of a section may report an error for: all keys, and the mappings that contain them.
+# Schema keys for which a validator may report an error: all keys, and the mappings that contain keys.
 LOCATIONS = set(TYPES) | {key.rpartition(".")[0] for key in KEYS}
 
 # Options of the built-in losses and optimizers, keyed by the schema key of the settings that contain `options`.
@@ -51,7 +51,7 @@ class KeyOrigin:
         return f"{self.path}{self._line(loc)}{suffix}"
 
     def _line(self, loc: Loc) -> str:
-        """Return `:LINE` for the key, or for its closest parent that is in the file; empty if there is none."""
+        """Return `:LINE` of the key, or of its closest parent in the file; empty if the file contains neither."""
         for length in range(len(loc), 0, -1):
             key = _dotted(loc[:length])
             if key in self.lines:
@@ -85,7 +85,7 @@ def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
     """Return the part of an error's location that is a key of the schema.
 
-    Pydantic also reports the member of a union and the index in a list of plain values, which are not keys. The result
+    Pydantic also reports union members and indices in lists of plain values. These are not keys. The result
     is empty for errors that concern the whole config, such as sections that contradict each other.
     """
     loc = detail["loc"]
@@ -187,7 +187,7 @@ def _suggest(key: str, value: Any) -> str:
 
 
 def _options_named(key: str) -> list[str]:
-    """Return the key inside `options` if the last part of `key` is an option of a built-in loss or optimizer.
+    """Return the key inside `options`, if the last part of `key` is an option of a built-in loss or optimizer.
 
     For example, `optimizer.eps` gives `optimizer.options.eps`. The list is empty for other keys.
     """

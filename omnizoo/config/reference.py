@@ -54,7 +54,7 @@ def schema_key(key: str) -> str:
 
 @cache
 def exclusive_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return `ConfigSection.exclusive` of each section that has such keys.
+    """Return the mutually exclusive keys (`ConfigSection.exclusive`) of each section that has some.
 
     The result is keyed by the schema key of the section, such as `train`, `data.sources.N` or `optimizer.groups.N`.
     """
@@ -72,7 +72,7 @@ def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[s
 
 @cache
 def _named() -> frozenset[str]:
-    """Return the keys of mappings whose entries have names that the user chooses, such as `model.modalities`."""
+    """Return the keys of mappings with user-defined names, such as `model.modalities`."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
 
 

@@ -55,7 +55,7 @@ class Config(ConfigSection):
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
         """Whether the losses refuse, allow or require preference rows.
 
-        They refuse such rows if none of them is a preference loss, and require them if no loss can use other rows.
+        Preference rows are refused if there is no preference loss, and required if no loss can use other rows.
         """
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
@@ -65,7 +65,7 @@ class Config(ConfigSection):
 
     @property
     def learns_answers(self) -> bool:
-        """Whether the config has a token loss, such as cross entropy. Chosen responses are then targets of it, too."""
+        """Whether the config has a token loss, such as cross entropy. Such a loss also trains on chosen responses."""
         return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *ROUTER_LOSSES})
 
     @property
@@ -86,7 +86,7 @@ class Config(ConfigSection):
     def without_cache(self) -> "Config":
         """Return a copy of the config whose losses do not cache reference values on disk.
 
-        Dry runs and `verify` need it, because their weights differ from those of the run.
+        Dry runs and `verify` need it, because their weights differ from the weights of the run.
         """
         return self.changed(train={"losses": [_without_cache(loss) for loss in self.train.losses]})
 
@@ -172,7 +172,7 @@ class Config(ConfigSection):
 
 
 def _value_of(section: Any, key: str) -> Any:
-    """Return the value of a key in a section, which may be a mapping or a validated object."""
+    """Return the value of a key in a section. The section may be a mapping or a validated object."""
     return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
 
 

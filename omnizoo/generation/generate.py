@@ -83,7 +83,7 @@ Outcome = list[GeneratedPiece] | UserError
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Tokens with a special effect on a response, and its maximum length."""
+    """Tokens with a special effect on a response, and the maximum length of a response."""
 
     begin: Mapping[int, Modality]  # tokens that begin a media item
     excluded: torch.Tensor  # token ids that are never sampled: placeholder tokens, and reserved ids of decoders
@@ -140,7 +140,7 @@ class GenerativeModel:
         A response depends neither on the other prompts nor on `batch`, except for rounding.
 
         Args:
-            prompts: The prompts, or an error in place of a prompt that cannot be used. Each of them is read when its
+            prompts: The prompts. A prompt that cannot be used is replaced by an error. Each prompt is read when its
                 response is about to be generated.
             max_tokens: Maximum number of text tokens of a response. Placeholder tokens of generated items do not
                 count, because decoders limit the length of items. A model that generates no text generates one item of

@@ -29,7 +29,7 @@ def join_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
 
 
 def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
-    """Return the last `length` positions of one row as a separate cache, which removes the padding of the row."""
+    """Return the last `length` positions of one row as a separate cache. This removes the padding of the row."""
     return resized(cache, length, [row])
 
 
@@ -37,7 +37,7 @@ def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None)
     """Return a copy of a cache with `length` positions. Padding is added or removed on the left.
 
     Args:
-        cache: The cache, which is not changed.
+        cache: The cache. It is not changed.
         length: Number of positions.
         rows: Indices of the rows to keep; None keeps all rows.
     """
@@ -64,7 +64,7 @@ def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
 
 
 def _join_layers(layers: Sequence[Any]) -> None:
-    """Append the keys and values `[rows, heads, positions, width]` of the other layers to those of the first."""
+    """Append keys and values `[rows, heads, positions, width]` of all other layers to the first layer."""
     if layers[0].is_initialized:  # False for layers that use the keys and values of another layer
         layers[0].keys = torch.cat([layer.keys for layer in layers])
         layers[0].values = torch.cat([layer.values for layer in layers])

@@ -76,7 +76,7 @@ class ItemModule(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel | None:
-        """The Hugging Face model that is filled with the weights of `path`; None if there is none."""
+        """The Hugging Face model inside this module that loads the weights in `path`; None if there is none."""
         return None
 
     def preview(self, media: Media) -> str:
@@ -127,7 +127,7 @@ class SharedTower:
 
 
 class Decoder(ItemModule):
-    """Base class of modules with which the model generates one modality.
+    """Base class of modules that let the model generate one modality.
 
     `embed` converts targets to input embeddings, so that the foundation can attend to the item.
     """
@@ -157,14 +157,14 @@ class Decoder(ItemModule):
         raise NotImplementedError
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of all targets.
+        """Return the loss of each target, or their sum. Metrics by data source need the loss of each target.
 
         Args:
             hidden: `[N, width]`, hidden states of the tokens before the targets; N may be 0.
             targets: `[N, K]`. Float targets are fp32 or wider, regardless of the precision of the computation.
 
         Returns:
-            A scalar; 0 if there are no targets.
+            The losses `[N]`, or their sum, a scalar that is 0 if there are no targets.
         """
         raise NotImplementedError
 
@@ -240,9 +240,9 @@ class MultiLossDecoder:
     term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return one sum for each loss term in `term_weights`, over all targets.
+        """Return the losses of each loss term in `term_weights`.
 
-        The arguments are those of `Decoder.loss`.
+        The arguments and each result are the same as for `Decoder.loss`.
         """
         raise NotImplementedError
 
@@ -341,7 +341,9 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
-        """Return one sum for each loss term in `term_weights`, over the targets of all items.
+        """Return the losses of each loss term in `term_weights`: one sum for each item, `[items]`, or one scalar.
+
+        Metrics by data source need one sum for each item.
 
         `rows [N, row width]` contains the rows of the tokens of all items, in order.
         """
@@ -410,7 +412,7 @@ class Modality:
 
 
 def find_module(modalities: Mapping[str, Modality], port: Port) -> Encoder | Decoder | Follower:
-    """Return the module of a port, which must exist."""
+    """Return the module of a port. The module must exist."""
     module: Encoder | Decoder | Follower | None = getattr(modalities[port.modality], port.role)
     assert module is not None, f"{port}: the modality has no such module"
     return module

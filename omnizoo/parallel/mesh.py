@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same value."""
+        """Data-parallel rank. It determines the packs of this rank. Ranks that share a pack have the same value."""
         return self.rank // self.layout.sp
 
     @property
@@ -178,8 +178,8 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         device=process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
-        # NCCL connects a group at its first operation, which all its ranks must join. The ring cannot be this
-        # operation, because it skips empty messages.
+        # NCCL connects a group at its first operation. All ranks of the group must join this operation. The ring cannot
+        # be this operation, because it skips empty messages.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
 

@@ -37,7 +37,7 @@ def plain_names(model: nn.Module) -> set[str]:
 
 
 def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
-    """Run `load` with unquantized parameters in place of quantized parameters, then quantize the loaded weights.
+    """Replace quantized parameters with unquantized ones, run `load`, and quantize the loaded weights.
 
     `load` fills parameters of `model` from files and returns the names that the files lack. Until `load` returns, each
     rank holds its local shards of these weights without quantization.
@@ -69,7 +69,7 @@ def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Paramete
     plain = weight.module.get_parameter(weight.name)
     delattr(weight.module, weight.name)
     values: Iterable[torch.Tensor] = codes_and_scales
-    if not plain.is_meta:  # otherwise the files lack it, and it is initialized later
+    if not plain.is_meta:  # otherwise the files lack this weight, and it is initialized later
         packed = weight.packing.pack(local_shard(plain))
         values = [with_local(old, local) for old, local in zip(codes_and_scales, packed, strict=True)]
     for name, value in zip(packed_names(weight.name), values, strict=True):
@@ -77,7 +77,7 @@ def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Paramete
 
 
 def quantized(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor), with codes and scales in place of weights that are quantized in `model`."""
+    """Yield (name, full tensor). For weights that are quantized in `model`, yield codes and scales."""
     quantized_by_name = quantized_weights(model)
     for name, tensor in weights:
         if name not in quantized_by_name:

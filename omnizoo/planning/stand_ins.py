@@ -4,7 +4,7 @@
   fused kernel, as on an accelerator. This operator saves queries, keys, values, output and log-sum-exp.
 - Recurrent layers: the packages that contain their kernels may not be installed. The stand-ins allocate and save the
   same tensors as these kernels.
-- Routing: the number of rows of each expert depends on values, which are unknown. With the stand-in, the simulated rank
+- Routing: the number of rows of each expert depends on unknown values. With the stand-in, the simulated rank
   sends the same number of rows to each rank, and receives `imbalance` times as many rows as it sends.
 - Data: the simulated rank loads all packs of the step, because there are no other ranks.
 - Host memory: the bytes of offloaded tensors are counted, but the tensors are not stored.
@@ -53,17 +53,23 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that this rank sends to each rank and receives from each rank."""
-        split(self, pairs, arriving)  # run only to count its operators and its host sync
+        split(self, pairs, arriving)  # the result is not used; the call counts operators and the host sync
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
         received = shares(int(count * imbalance), ranks)
         return sent, received
 
     def from_this_rank(message: bytes, group: object = None) -> list[Any]:
-        """Return the gathered messages: that of this rank, and messages without packs from the other ranks."""
+        """Return the gathered messages: the message of this rank, and messages without packs from the other ranks."""
         local_message = np.frombuffer(message, np.uint8)
         table, (status,) = decode_messages([local_message])
-        empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
+        empty_table = PackTable(
+            packs=table.packs[:0],
+            lengths=table.lengths[:0],
+            counts=table.counts[:0],
+            items=table.items[:0],
+            spans=table.spans[:0],
+        )
         empty_message = np.frombuffer(encode_message(empty_table, status), np.uint8)
         return [local_message if other == rank else empty_message for other in range(world)]
 
@@ -76,7 +82,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return [received if other == rank else [] for other in range(world)]
 
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
-        # `Module.to` swaps fake parameters with copies, which fails if there are weak references to the parameters. The
+        # `Module.to` swaps fake parameters with copies. This fails if there are weak references to the parameters. The
         # swap is skipped if neither the device nor the dtype changes.
         if (old.device, old.dtype) != (new.device, new.dtype):
             swap_tensors(old, new)  # type: ignore[no-untyped-call]  # the function of torch has no types
@@ -120,7 +126,7 @@ class HostMemory:
         self.change(-size)
 
     def change(self, size: int) -> None:
-        """Add `size` bytes, which may be negative, and update the peak."""
+        """Add `size` bytes (may be negative) and update the peak."""
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
 

@@ -22,7 +22,7 @@ from omnizoo.verification.trial import Trial, run_trial
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Maximum differences with which a layout passes."""
+    """Maximum differences of a layout that passes."""
 
     loss: float  # maximum relative difference
     gradient: float  # maximum difference, relative to the norm of each tensor
@@ -110,6 +110,7 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
     reasons = _mismatches(trial, reference)
     checks = (
         ("loss", losses[0], tolerance.loss),
+        ("loss of a source", _source_difference(trial, reference), tolerance.gradient),
         ("gradient norm", norms[0], tolerance.gradient),
         # The optimizer amplifies rounding errors, so the tolerance for losses of later steps is 10 times that for
         # gradients.
@@ -164,6 +165,8 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
 def _mismatches(trial: Trial, reference: Trial) -> list[str]:
     """Return the reasons why two trials cannot be compared: different token counts, or different sets of gradients."""
     reasons = []
+    if list(map(set, trial.losses_by_source)) != list(map(set, reference.losses_by_source)):
+        reasons.append("the steps contain other sources than in one process")
     if trial.tokens != reference.tokens:
         reasons.append(f"the tokens per step are {trial.tokens}, but {reference.tokens} in one process")
     unmatched = sorted(set(trial.gradients) ^ set(reference.gradients))
@@ -191,6 +194,13 @@ def _verdict(
     )
 
 
+def _source_difference(trial: Trial, reference: Trial) -> float:
+    """Return the largest relative difference of the loss on a source in the first step; 0 with only one source."""
+    losses = trial.losses_by_source[0]
+    expected = {name: loss for name, loss in reference.losses_by_source[0].items() if name in losses}
+    return max(_relative([losses[name] for name in expected], list(expected.values())), default=0.0)
+
+
 def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return the relative difference of each value from the reference."""
     return [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)]
@@ -205,7 +215,7 @@ def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
         usual_error = relative(rounded.activations[name], expected)
         if not error <= allowed(usual_error):
             return f"the first difference is the output of {name} ({error:.1e}; one process in bf16: {usual_error:.1e})"
-    return "activations of the first pack are as close to fp32 as those of one process"
+    return "activations of the first pack are as close to fp32 as in one process"
 
 
 def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -33,6 +33,7 @@ class Trial:
     """Values of three steps that are compared between layouts."""
 
     losses: list[float]  # one per step
+    losses_by_source: list[dict[str, float]]  # one per step; empty if there is only one source
     grad_norms: list[float]  # one per step
     tokens: list[int]  # one per step, over all ranks
     gradients: dict[str, torch.Tensor]  # full gradients of the first step; rank 0 only
@@ -50,7 +51,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
 
     Args:
         config: The scaled-down config.
-        layout: The layout, whose size must be the world size of `process`.
+        layout: The layout. Its size must be the world size of `process`.
         process: This rank.
     """
     config = config.changed(parallel=asdict(layout))
@@ -64,6 +65,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     set_modes(model, dict(zip(switches(model), cycle(MODES), strict=False)))
 
     losses: list[float] = []
+    losses_by_source: list[dict[str, float]] = []
     grad_norms: list[float] = []
     tokens: list[int] = []
     counter = CollectiveCounter()
@@ -76,7 +78,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             all_rounded = itertools.chain.from_iterable(mesh.gather(rounded))
             rounded = list(dict.fromkeys(all_rounded))  # without duplicates
             result = train_step(objective, optimizer, data, step)
-            # Undo clipping. If the norm were wrong, every clipped gradient would differ, which would hide the cause.
+            # Undo clipping. If the norm were wrong, every clipped gradient would differ and hide the cause.
             clip_factor = 1.0
             if config.train.grad_clip:
                 clip_factor = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6))
@@ -86,10 +88,12 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             with CollectiveCounter() as counter:
                 result = train_step(objective, optimizer, data, step)
         losses.append(result.loss)
+        losses_by_source.append(result.by_source)
         grad_norms.append(result.grad_norm)
         tokens.append(data.tokens)
     return Trial(
         losses=losses,
+        losses_by_source=losses_by_source,
         grad_norms=grad_norms,
         tokens=tokens,
         gradients=gradients,

@@ -22,7 +22,7 @@ class EncoderSettings(SubmoduleSettings):
 
     kind: Text | None = None
     """Built-in name (docs/reference/components.md), or `package.module:Class` of a plugin. A composed model requires
-    it. Leave it unset for a multimodal Hugging Face model, which has its own encoders and decoders."""
+    it. Leave it unset for a multimodal Hugging Face model: such a model has its own encoders and decoders."""
 
     options: dict[str, Any] = Field({})
     """Keyword arguments of the encoder or decoder class, such as `max_pixels` (docs/reference/components.md)."""
@@ -36,7 +36,7 @@ class DecoderSettings(EncoderSettings):
 
 
 class ProjectorSettings(NamedSettings):
-    """Settings of a projector, which maps encoder features to the width of the foundation."""
+    """Settings of a projector. A projector maps encoder features to the width of the foundation."""
 
     kind: Literal["linear", "mlp", "pixel_shuffle", "resampler", "none"] = "mlp"
     """Architecture of the projector (docs/reference/components.md). `pixel_shuffle` and `resampler` also reduce the
@@ -68,8 +68,8 @@ class MarkSettings(ConfigSection):
     """Token before each media item. It is added to the vocabulary if it is new. Default: `<|NAME_begin|>`."""
 
     placeholder: Text | None = None
-    """Placeholder token, which is repeated at the positions of a media item. It is added to the vocabulary if it is
-    new. Default: `<|NAME_pad|>`."""
+    """Placeholder token. It is repeated at the positions of a media item. It is added to the vocabulary if it is new.
+    Default: `<|NAME_pad|>`."""
 
     end: Text | None = None
     """Token after each media item. It is added to the vocabulary if it is new. Default: `<|NAME_end|>`."""
@@ -102,13 +102,13 @@ class AdapterSettings(ConfigSection):
 
     kind: Literal["lora", "dora", "rslora"] = "lora"
     """Kind of adapter. `lora` is plain LoRA. `dora` also trains the norm of each weight row. `rslora` scales the output
-    by alpha / sqrt(rank) instead of alpha / rank, which suits high ranks."""
+    by alpha / sqrt(rank) instead of alpha / rank; it suits high ranks."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)] = 16
     """Rank of the adapter matrices. A higher rank gives the adapter more capacity and needs more memory."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
-    """Numerator of the scale of the adapter's output, which is alpha / rank."""
+    """Numerator of the adapter's scale: the output of the adapter is multiplied by alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability for the adapter's input during training."""
@@ -155,12 +155,13 @@ class ModelSection(ConfigSection):
     )
 
     path: Text | None = None
-    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, or `ORG/NAME` or
-    `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
+    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, a pipeline folder
+    of diffusers, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
 
     config: Text | dict[str, Any] | None = None
     """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
-    on the hub, or a mapping with `model_type`. With `model.module`, a mapping of its arguments."""
+    on the hub, a mapping with `model_type`, or, for a diffusion transformer, a mapping with `_class_name`. With
+    `model.module`, a mapping of its arguments."""
 
     init_from: Text | None = None
     """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If
@@ -186,8 +187,8 @@ class ModelSection(ConfigSection):
     multimodal Hugging Face model, the entries change the settings of its own encoders and decoders."""
 
     part: Text | None = None
-    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels. Default: the whole
-    model."""
+    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels, or the transformer
+    to train (`transformer` or `transformer_2`) of a pipeline with two. Default: the whole model."""
 
     freeze: list[Text] = Field([])
     """Modules and parameters that are not trained: names or ends of names (`embed_tokens`), or glob patterns for full
@@ -251,8 +252,11 @@ class ModelSection(ConfigSection):
                     f"model.module: {self.module!r}; expected the form `package.module:callable`, with its arguments "
                     "as a mapping in model.config."
                 )
-        elif isinstance(self.config, dict) and "model_type" not in self.config:
-            raise ValueError("model.config: no `model_type`. Add one, such as `model_type: qwen3`.")
+        elif isinstance(self.config, dict) and not {"model_type", "_class_name"} & self.config.keys():
+            raise ValueError(
+                "model.config: no `model_type`. Add one, such as `model_type: qwen3`, or `_class_name` for a diffusion "
+                "transformer."
+            )
         return self
 
     def _check_composed(self, foundation: SubmoduleSettings) -> None:

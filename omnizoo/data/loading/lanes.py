@@ -1,4 +1,4 @@
-"""A lane is one of the independent streams of packs that a run consists of.
+"""A lane is an independent stream of packs. A run consists of several lanes.
 
 The packs of a lane depend only on the `data` section, the seed and the number of the lane, and not on the rank or
 worker that runs it. The state of a lane consists of a few cursors and the ids of the samples in its packing window.
@@ -63,7 +63,7 @@ class Lane:
 
     reader: Reader
     lane: int  # number of the lane
-    epochs: float | None = None  # how often the lane reads each of its rows; None if it never ends
+    epochs: float | None = None  # how often the lane reads each of its rows; None for an endless lane
     by_rows: bool = False  # mix sources in proportion to their numbers of rows, even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
@@ -76,8 +76,8 @@ class Lane:
         # Random numbers, so that lanes start at different positions of the mix. Otherwise, all lanes would begin with
         # the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
-        # If a source has fewer rows than there are lanes, it cannot be divided among them. Each lane then reads all of
-        # its rows, but only in every `lanes`-th epoch.
+        # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of the
+        # source, but only in every `lanes`-th epoch.
         self.strides = [1 if len(source) >= self.data.lanes else self.data.lanes for source in self.sources]
         self.cursors = [Cursor(0, 0 if stride == 1 else self.lane, 0) for stride in self.strides]
         self.orders = [self._order(i) for i in range(len(self.sources))]
@@ -139,8 +139,8 @@ class Lane:
         """
         source = self.sources[i]
         rows_without_sample = self.cursors[i].rows_without_sample
-        # The lane reads another part of the source in each epoch. With this limit, it has read all of them at least
-        # once: a single part of a small source may have no usable row.
+        # The lane reads another part of the source in each epoch. At this limit, it has read all parts at least once. A
+        # single part of a small source may have no usable row.
         if rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"{self.data.sources[i].name}: none of the last {rows_without_sample} rows was usable; "
@@ -182,7 +182,7 @@ class Lane:
     def _choose_source(self) -> int | None:
         """Return the index of the source to read from; None if all sources are exhausted.
 
-        It is the source that is furthest behind its share of rows. The mix is therefore exact at any time.
+        The chosen source is furthest behind its share of rows. The mix is therefore exact at any time.
         """
         open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
@@ -227,12 +227,12 @@ class Lane:
             try:
                 return render(source.read(number), number)
             except BadRow as bad:
-                render()  # raises if the row itself is bad
+                render()  # raises an error if the row is bad
                 reason = str(bad)
         raise BadRow(f"the KTO baseline needs the response of another row, but none was usable: {reason}")
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, which can be written as JSON. It contains ids of samples and no content."""
+        """Return the state for `restore`: a value for JSON, with ids of samples instead of their content."""
         return {
             "cursors": [list(astuple(cursor)) for cursor in self.cursors],
             "window": [tuple(sample.id) for sample in self.packer.buffer],
@@ -240,7 +240,7 @@ class Lane:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from exactly the point at which `state` was saved. Samples in the packing window are read again.
+        """Set the lane to the position at which `state` was saved. Samples in the packing window are read again.
 
         Raises:
             UserError: If a row in the packing window has changed.

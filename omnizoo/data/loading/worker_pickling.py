@@ -44,14 +44,13 @@ class SharedPickle:
             _Pickler(pickled, self._keep_small).dump(value)
         except NotPicklable:
             raise
-        except Exception as error:  # pickling runs user code, which may raise any exception
+        except Exception as error:  # pickling runs user code, and user code may raise any exception
             raise NotPicklable(named_line(error)) from error
         self.file.flush()
         self.pickled = pickled.getvalue()
 
     def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
-        """Write a large buffer to the file, aligned to a page. Return True for a small one, which stays in the
-        pickle."""
+        """Write a large buffer to the file, aligned to a page. Return True to keep a small buffer in the pickle."""
         raw = buffer.raw()
         if raw.nbytes < LARGE:
             return True
@@ -87,9 +86,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=keep_small)
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle `value`, or `NotImplemented` to pickle it as usual."""
+        """Return the reduction of `value` for pickle, or `NotImplemented` to pickle `value` as usual."""
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
-            # A worker could only get its definition by running the user's script again.
+            # A worker could only define this class or function by running the user's script again.
             raise NotPicklable(
                 f"{value.__qualname__} is defined in the main script. Move it to a module that workers can import."
             )
@@ -112,7 +111,8 @@ def _is_large(value: Any) -> bool:
 def _without_hooks(module: nn.Module) -> Any:
     """Return the pickle representation of a module without its hooks and without a replaced `forward`.
 
-    Workers run no forward pass, so they need neither. Our hooks are nested functions, which cannot be pickled.
+    Workers run no forward pass, so they need neither. Our hooks are nested functions, and nested functions cannot be
+    pickled.
     """
     reduced = module.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):

@@ -1,4 +1,4 @@
-"""The media of an HF model, as its recipe describes them, and `media_model`, which returns the media of any model."""
+"""The media of an HF model, as its recipe describes them. `media_model` returns the media of any model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,7 +48,7 @@ class HFMediaModel(MediaModel):
 
     @property
     def media_modules(self) -> Sequence[MediaModule]:
-        """The modules of the recipe that this model contains. Some sizes of a family lack some of them."""
+        """The modules of the recipe that this model contains. Some model sizes lack some of the family's modules."""
         return [module for module in self.recipe.media_modules if _has_module(self.model, module)]
 
     @property

@@ -1,4 +1,4 @@
-"""Encoders for audio with towers of the Whisper type, which accept only full windows of 30 s."""
+"""Encoders for audio with towers of the Whisper type. Such towers accept only full windows of 30 s."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -83,7 +83,7 @@ class MaskedWindowEncoder(AudioTowerEncoder):
         return {"mels": mels, "frames": torch.arange(frames, dtype=torch.int32)}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split audio into its windows. Windows without placeholder tokens are dropped."""
+        """Split audio into windows. Windows without placeholder tokens are dropped."""
         parts = []
         for mels, frames in zip(inputs["mels"], self.frames_in(inputs), strict=True):
             window = self.windows(mels[None].clone(), frames)

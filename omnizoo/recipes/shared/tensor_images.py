@@ -1,4 +1,4 @@
-"""Image preparation for families whose processor needs torchvision, which OmniZoo does not use.
+"""Image preparation for families whose processor needs torchvision. OmniZoo does not use torchvision.
 
 It reads the settings of the processor, resizes uint8 images and converts them to floats like the processor. All other
 steps depend on the family.
@@ -62,7 +62,7 @@ class TensorImageProcessor:
         return resize(pixels, height, width, self.settings["resample"])
 
     def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
-        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return these as `[N, 3, edge, edge]`."""
+        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return squares `[N, 3, edge, edge]`."""
         height, width = size
         rows, columns = grid
         padded = pad(self.resize(pixels, height, width), (0, columns * edge - width, 0, rows * edge - height))

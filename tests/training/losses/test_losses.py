@@ -241,9 +241,9 @@ def test_cross_entropy_is_chunked_for_many_logits(tmp_path: Path, monkeypatch: p
     plain, gradients, _ = one_step(path)
     taken: list[int] = []
 
-    def counted(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         taken.append(len(hidden))
-        return linear_cross_entropy_sum(hidden, *rest)
+        return linear_cross_entropy_sum(hidden, *rest, **options)
 
     monkeypatch.setattr(text, "linear_cross_entropy_sum", counted)
     monkeypatch.setattr(text, "max_logits", lambda _: 1)
