@@ -53,7 +53,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that this rank sends to each rank and receives from each rank."""
-        split(self, pairs, arriving)  # run only to count its operators and its host sync
+        split(self, pairs, arriving)  # the result is not used; the call counts operators and the host sync
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
         received = shares(int(count * imbalance), ranks)
