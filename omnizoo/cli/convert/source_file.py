@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from omnizoo.config.errors import UserError
 from omnizoo.config.foreign.base import Trainer
 from omnizoo.config.foreign.lookup import TRAINERS, detect
-from omnizoo.config.yaml_file import YamlLoader, parse_yaml, read_text
+from omnizoo.config.yaml_file import parse_yaml, read_text
 
 SHELL = (".sh", ".bash", ".txt", ".slurm")
 ASSIGNMENT = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
@@ -139,6 +137,7 @@ def _set(fields: dict[str, Any], name: str, value: Any) -> None:
 def _scalar(text: str) -> Any:
     """Return the value of an argument: a number, boolean, list or mapping, or the text itself."""
     try:
-        return yaml.load(text, Loader=YamlLoader)
-    except yaml.YAMLError:
+        value, _ = parse_yaml(text, "command line", key="argument")
+    except UserError:
         return text
+    return value
