@@ -31,6 +31,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "length_normalized": bool,
         "reference": str,
         "reference_cache": Folder,
+        "reference_free": bool,
         "chunked": bool,
     },
     "kto": {

@@ -113,6 +113,27 @@ def test_dpo_matches_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path) ->
     assert abs(own[-1]["loss/dpo/margin"]) > 0.1
 
 
+def test_reference_free_dpo_matches_trl_with_zero_reference_log_probabilities(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", 0)
+    make_tokenizer(model, TEMPLATE)
+    rows = rows_of("texts")
+    loss = {"kind": "dpo", "options": {"beta": 0.3, "reference_free": True}}
+    own, names = ours(tmp_path / "ours", model, loss, rows)
+
+    class WithoutReference(trl.DPOTrainer):
+        def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+            zeros = [0.0] * len(dataset)
+            return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
+
+    order = [[row_of(name) for name in step[::2]] for step in names]
+    other = theirs(WithoutReference, trl.DPOConfig, model, rows, order, precompute_ref_log_probs=True)
+    assert len(own) == len(other) == STEPS
+    for step, expected in zip(own, other, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+        for name in ("rewards/chosen", "rewards/rejected"):
+            assert step[f"loss/dpo/{name}"] == pytest.approx(expected[name], rel=1e-5)
+
+
 def single_rows() -> list[dict[str, Any]]:
     """Answers with a label."""
     dice = random.Random(1)
