@@ -8,6 +8,7 @@ LOSSES = {
     "dpo": [{"kind": "dpo"}],
     "kto": [{"kind": "kto"}],
     "orpo": [{"kind": "orpo"}],
+    "reward": [{"kind": "reward"}],
 }
 RULES = (
     copied("model_name_or_path", "model.path"),
@@ -22,6 +23,7 @@ RULES = (
     ),
     copied("beta", "train.losses.0.options.beta"),
     copied("label_smoothing", "train.losses.0.options.label_smoothing"),
+    copied("center_rewards_coefficient", "train.losses.0.options.centering"),
     copied("desirable_weight", "train.losses.0.options.desirable_weight"),
     copied("undesirable_weight", "train.losses.0.options.undesirable_weight"),
     by_hand("rpo_alpha", "a second loss: train.losses: [{kind: dpo}, {kind: cross_entropy, weight: ...}]"),

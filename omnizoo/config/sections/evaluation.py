@@ -8,6 +8,7 @@ from omnizoo.config.plugins import built_in_or_plugin
 from omnizoo.config.sections.base import ConfigSection, MetricName, NamedSettings, PositiveInt, Steps, Text
 
 METRICS = ("accuracy", "exact_match")
+HIGHER_IS_BETTER = ("accuracy", "margin", "f1")  # metrics of losses, such as `eval/loss/dpo/accuracy`
 
 
 class MetricSettings(NamedSettings):
@@ -110,4 +111,7 @@ class EvaluationSection(ConfigSection):
 
     def higher_is_better(self, metric: str) -> bool:
         """Whether higher values of the metric with this label are better. Return False for losses."""
-        return any(settings.higher_is_better for settings in self.metrics if settings.label == metric)
+        for settings in self.metrics:
+            if settings.label == metric:
+                return settings.higher_is_better
+        return metric.rpartition("/")[2] in HIGHER_IS_BETTER

@@ -63,8 +63,8 @@ class DPO(ReferenceLoss, PairLoss):
 
     The option `loss` is `sigmoid`, with `label_smoothing` as in conservative DPO; `ipo` (Azar et al., 2023); or `hinge`
     (Zhao et al., 2023). If `length_normalized` (default: only for `ipo`), log-probabilities are divided by the length
-    of their response. For the option `reference`, see `Reference`. With `reference_free`, there is no reference: all its
-    log-probabilities count as 0.
+    of their response. For the option `reference`, see `Reference`. With `reference_free`, the loss is computed on
+    log-probabilities, without a reference.
     """
 
     kind = "dpo"
