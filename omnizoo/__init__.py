@@ -1,7 +1,7 @@
-"""OmniZoo: trains models of any modality; the model stays Hugging Face code, how it is distributed is a recipe.
+"""OmniZoo: train models of any modality. Models stay Hugging Face code, and recipes describe how to distribute them.
 
-The public API, enough to write the training loop by hand (examples/linear_train.py). Names are imported on first use,
-so that the command line answers before torch is loaded.
+This module is the public API. It is sufficient to write a training loop by hand (examples/linear_train.py). Names are
+imported on first use, so that the command line starts before torch is loaded.
 """
 
 from importlib import import_module

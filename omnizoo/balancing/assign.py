@@ -4,7 +4,7 @@ The most expensive packs or items are assigned first, each to the rank with the 
 time first). Then, swaps between ranks reduce the cost on the busiest rank.
 
 Every rank calls these functions with the same costs and must get the same result, regardless of its CPU. Costs are
-therefore converted to integers, whose sums do not depend on the order of additions.
+therefore converted to integers. Sums of integers do not depend on the order of additions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Maximum numbers of pairs that the search for swaps compares, which takes about ten milliseconds.
+# Maximum numbers of pairs that the search for swaps compares. The search takes about ten milliseconds.
 MAX_PACK_COMPARISONS = 3_000_000
 MAX_ITEM_COMPARISONS = 10_000_000
 

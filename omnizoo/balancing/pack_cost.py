@@ -34,7 +34,7 @@ class PackCost:
         return self.flops.of(pack.lengths, pack.num_targets, fed_back, predicted, self._pairs_ahead(pack))
 
     def with_media(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model and the decoder heads for a pack, and those of its media items."""
+        """Return the FLOPs for a pack: language model, decoder heads and media items."""
         return self(pack) + sum(item.size.cost for item in pack.items)
 
     def attention(self, pack: Pack) -> float:

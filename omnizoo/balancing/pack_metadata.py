@@ -46,7 +46,7 @@ PACK = np.dtype(
         ("target_weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
         *((name, "i8") for name in PREFERENCES),
         ("num_responses", "i8"),  # number of segments with a text target
-        ("cost", "f8"),  # FLOPs, without those of the media items
+        ("cost", "f8"),  # FLOPs, without media items
     ]
 )
 ITEM = np.dtype(
@@ -61,7 +61,7 @@ ITEM = np.dtype(
     ]
 )
 
-Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without those of its media items
+Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without its media items
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PackTable:
         Args:
             packs: The packs.
             ports: All ports of the model. Items refer to them by index.
-            cost: Returns the FLOPs of a pack, without those of its media items.
+            cost: Returns the FLOPs of a pack, without its media items.
         """
         items = [item for pack in packs for item in pack.items]
         lengths = [length for pack in packs for length in pack.lengths]

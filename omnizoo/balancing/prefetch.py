@@ -24,7 +24,7 @@ from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.exchange import new_thread_group
 
 TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
-TIMEOUT_AFTER_ERROR = 3.0  # the same after an error
+TIMEOUT_AFTER_ERROR = 3.0  # seconds to wait after an error
 WAIT_SECONDS = 1.0  # while a step is loading, the main thread checks at this interval whether the run stops
 
 Loaded = tuple[LoadedStep, dict[str, Any]]  # a step, and the state of the loader after this step
@@ -58,7 +58,7 @@ def load_step(loader: Loader) -> LoadedStep:
 class Prefetcher:
     """Loads steps in advance, in a thread. `next` returns them in order.
 
-    Use it as a context manager, which ends the thread. All ranks must request every step.
+    Use it as a context manager: its exit ends the thread. All ranks must request every step.
 
     Args:
         loader: The data loader of this rank.

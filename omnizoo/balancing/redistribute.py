@@ -38,7 +38,7 @@ def redistribute(
         micro_batch: Number of packs in a micro-batch of one data-parallel rank.
         calls: All ports of the model, grouped by module call. Ports without items in this step are included.
         cost: Returns the FLOPs of a pack.
-        status: Status of this rank, which all ranks receive. It must be a value that JSON can represent.
+        status: Status of this rank, as a value that JSON can represent. All ranks receive it.
         group: Process group to communicate over; None for the default group. Each thread needs a separate group.
 
     Returns:

@@ -17,7 +17,7 @@ class StepData:
     # Counters since the start of the run, such as the numbers of skipped rows and of dropped samples.
     counters: dict[str, int] = field(default_factory=dict)
     bad_rows: Sequence[str] = ()  # messages from all ranks about rows that were skipped in this step
-    kto_baseline: "StepData | None" = None  # mismatched responses with prompts, which are not trained on
+    kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs; excluded from training
 
     @property
     def tokens(self) -> int:

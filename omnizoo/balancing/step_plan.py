@@ -91,8 +91,8 @@ def plan_step(
     rows = np.concatenate([by_index, num_packs + np.arange(num_dummies)])
     table = PackTable.concatenate([table, PackTable.from_packs(dummies, ports, cost)])
 
-    # Every rank processes its most expensive packs first. The packs of a micro-batch then have similar costs on all
-    # ranks, which wait for each other in every micro-batch.
+    # Every rank processes its most expensive packs first. Ranks wait for each other in every micro-batch, and this
+    # order gives the packs of a micro-batch similar costs on all ranks.
     costs = table.packs["cost"][rows]
     packs_by_rank = []
     for packs in assign_packs(costs, layout.dp):

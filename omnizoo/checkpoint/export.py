@@ -99,7 +99,7 @@ def export(
         dtype = dtype or _published_dtype(model_folder)
     state = cast(state, dtype, _fixed_precision(model))
     parameters: Counter[str] = Counter()
-    for tensor in state.values():  # counted before saving, which removes entries
+    for tensor in state.values():  # counted before saving, because saving removes entries
         parameters[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
 
     tokenizer = load_tokenizer(spec)
@@ -241,7 +241,7 @@ def _size(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The adapter of a checkpoint, and a reference to its base model, which the checkpoint does not contain."""
+    """The adapter of a checkpoint, and a reference to its base model. Checkpoints do not contain the base model."""
 
     info: AdapterInfo
     path: str | None  # folder of the base model

@@ -25,12 +25,12 @@ def export(
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write a checkpoint as a Hugging Face folder, which `from_pretrained` and inference engines load.
+    """Write a checkpoint as a Hugging Face folder for `from_pretrained` and inference engines.
 
     Args:
         checkpoint: Checkpoint, or run folder whose newest checkpoint is exported.
         out: New or empty folder.
-        dtype: Dtype of the weights. Default: that of the initial model, or of the run.
+        dtype: Dtype of the weights. Default: the dtype of the initial model; without one, the dtype of the run.
         ema: Whether to export the moving average of the weights (`optimizer.ema`).
         best: Whether to export the best checkpoint of a run folder (`checkpoint.best`).
         merge: Whether to merge the adapter of the run into the base model.

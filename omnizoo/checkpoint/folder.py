@@ -1,4 +1,4 @@
-"""Checkpoint folders. Saving is atomic: files are written to a temporary folder, which is renamed at the end.
+"""Checkpoint folders. Saving is atomic: files are written to a temporary folder, and the folder is renamed at the end.
 
 step_00000020/
   manifest.json    step, run, size and hash of every other file; a folder that does not match it is not a checkpoint

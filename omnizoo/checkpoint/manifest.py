@@ -35,7 +35,7 @@ class Manifest:
     files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
-        """Return the text of the manifest file, which includes a hash of its other fields."""
+        """Return the text of the manifest file. It includes a hash of the other fields."""
         files = {name: {"bytes": file.bytes, HASH: file.hash} for name, file in sorted(self.files.items())}
         fields = {"format": FORMAT, "run": self.run, "step": self.step, "files": files}
         check = hash_bytes(json.dumps(fields).encode())

@@ -16,7 +16,7 @@ def write_card(folder: Path, checkpoint: Path, library: str) -> None:
 
     Args:
         folder: The folder of the export.
-        checkpoint: The checkpoint, whose config has names with commits.
+        checkpoint: The checkpoint. Its config contains hub names with commits.
         library: Name of the library that loads the folder, for the hub.
     """
     models, datasets = origins(checkpoint)

@@ -165,7 +165,7 @@ def _plan(config: Config, directory: Path) -> ResumePlan:
 
 
 def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
-    """Return the plan of a new run, which starts from `model.init_from` if it is set."""
+    """Return the plan of a new run. It starts from `model.init_from` if the key is set."""
     if config.model.init_from is None:
         return ResumePlan(origin)
     path = Path(config.model.init_from).expanduser()

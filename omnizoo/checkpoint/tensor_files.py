@@ -203,7 +203,7 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is torchao's 8-bit optimizer state, whose quantization blocks depend on the local shard."""
+    """Whether the tensor is torchao's 8-bit optimizer state. Its quantization blocks depend on the local shard."""
     return hasattr(local_shard(tensor), "codes")
 
 
@@ -223,7 +223,7 @@ def _on_disk(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that DCP fills: `tensor` itself, or for a quantized one a float32 tensor."""
+    """Return the tensor that DCP fills: `tensor`, or a float32 tensor if `tensor` is quantized."""
     return with_local(tensor, _dequantize(tensor)) if _is_quantized(tensor) else tensor
 
 

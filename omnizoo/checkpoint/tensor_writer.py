@@ -30,12 +30,12 @@ DTYPE_NAMES = {
     torch.float64: "F64",
 }
 HEADER_ALIGNMENT = 8  # bytes; the safetensors library pads its headers in the same way
-# Entry of a file's metadata from which DCP's reader takes the offsets of each part in its whole tensor.
+# Metadata key under which DCP's reader finds the offsets of each shard in its full tensor.
 SHARDING_KEY = "DCP_SHARDING_INFO"
 
 
 class StreamingWriter(HuggingFaceStorageWriter):
-    """DCP storage writer that writes one safetensors file per rank and holds one tensor of it on the host at a time.
+    """DCP storage writer. It writes one safetensors file per rank, and copies one tensor at a time to the host.
 
     Args:
         folder: Folder of the files.
@@ -86,7 +86,7 @@ def _header(items: list[WriteItem]) -> bytes:
         name = item.index.fqn
         assert item.tensor_data is not None
         if name in header:
-            raise RuntimeError(f"{name}: this rank holds more than one part of this tensor. A file has room for one.")
+            raise RuntimeError(f"{name}: this rank has several parts of this tensor. A file can contain only one.")
         begin, end = end, end + _num_bytes(item)
         header[name] = {
             "dtype": DTYPE_NAMES[_dtype(item)],

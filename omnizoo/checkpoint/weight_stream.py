@@ -25,7 +25,7 @@ def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | N
     Args:
         model: The sharded model.
         keys: Mapping to the published names.
-        dtype: Precision of the tensors. None keeps that of the model.
+        dtype: Precision of the tensors. None keeps the precision of the model.
         is_kept: Whether this rank needs the tensors. If False, nothing is yielded.
     """
     tensors = _local_tensors(model)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_sources(inspection: "Inspection") -> None:
-    """Raise `UserError` if a source has no usable rows, which would stop the run even if bad rows are skipped."""
+    """Raise `UserError` if a source has no usable rows. It would stop the run even if bad rows are skipped."""
     for number, source in enumerate(inspection.sources):
         if source.reason_without_rows:
             raise UserError(

@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo export`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint or run folder")
     parser.add_argument(
-        "out", metavar="OUT_DIR", type=path_argument, help="new folder to write, which `from_pretrained` can load"
+        "out", metavar="OUT_DIR", type=path_argument, help="new folder to write, in the format of `from_pretrained`"
     )
     parser.add_argument(
         "--ema", action="store_true", help="export of the moving average of the weights (`optimizer.ema`)"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="dtype of the exported weights (default: that of the initial model, or of the run)",
+        help="dtype of the exported weights (default: the dtype of the initial model, or of the run)",
     )
     allow_code(parser)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omnizoo.reporting.results import GeneratedResponse
 
 MAX_PROMPT_LENGTH = 72  # characters of each prompt that are printed before its response, if there are several prompts
-UNFINISHED = "\ufffd"  # replacement character, which tokenizers return for an incomplete last character
+UNFINISHED = "\ufffd"  # replacement character; tokenizers return it for an incomplete last character
 # Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=path_argument,
-        help="Hugging Face folder, such as an export; ORG/NAME on the hub; adapter folder, which is merged into its "
-        "base model; or run or checkpoint, which is exported temporarily",
+        help="Hugging Face folder, such as an export; ORG/NAME on the hub; adapter folder (merged into its base "
+        "model); or run or checkpoint (exported temporarily)",
     )
     parser.add_argument(
         "--messages",
@@ -457,7 +457,7 @@ class Terminal:
         """Create a printer.
 
         Args:
-            model: The model, which decodes text and saves media.
+            model: The model. It decodes text and saves media.
             media_folder: Folder for generated media.
             write: Function that prints text.
         """

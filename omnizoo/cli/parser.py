@@ -49,7 +49,7 @@ def build_parser(commands: Iterable[str] = tuple(COMMANDS)) -> Parser:
     """Build the parser of `omnizoo`, without parsing a command line.
 
     Args:
-        commands: Commands whose arguments are added, which imports their modules. Other commands only have a summary.
+        commands: Commands whose modules are imported to add their arguments. Other commands only have a summary.
 
     Returns:
         The parser. Its `commands` maps the name of each command to its subparser.

@@ -114,14 +114,14 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def quiet() -> None:
-    """Silence torch and transformers, whose warnings do not apply to a simulated world."""
+    """Silence torch and transformers, because their warnings do not apply to a simulated world."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 
 
 def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice]") -> dict[str, Any]:
-    """Return the plan as a JSON object, which `--json` prints."""
+    """Return the plan as a JSON object, for `--json`."""
     from omnizoo.planning.advice import MARGIN
 
     peak = result.peak
@@ -223,7 +223,7 @@ def save_seconds(size: int, place: "Place") -> float:
 
 
 def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
-    """Return the number of calls and the FLOPs of each group of kernels, those with the most FLOPs first.
+    """Return the number of calls and the FLOPs of each group of kernels, sorted by decreasing FLOPs.
 
     Args:
         result: The simulated step.

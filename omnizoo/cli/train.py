@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_nproc(nproc: int | None, started_ranks: int | None = None) -> None:
-    """Check `--nproc`, which must not be set if torchrun or Slurm has started the ranks.
+    """Check `--nproc`. It must not be set if torchrun or Slurm has started the ranks.
 
     Args:
         nproc: Value of `--nproc`; None if it is not set.

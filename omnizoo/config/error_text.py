@@ -85,7 +85,7 @@ def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
     """Return the part of an error's location that is a key of the schema.
 
-    Pydantic also reports the member of a union and the index in a list of plain values, which are not keys. The result
+    Pydantic also reports union members and indices in lists of plain values. These are not keys. The result
     is empty for errors that concern the whole config, such as sections that contradict each other.
     """
     loc = detail["loc"]
@@ -187,7 +187,7 @@ def _suggest(key: str, value: Any) -> str:
 
 
 def _options_named(key: str) -> list[str]:
-    """Return the key inside `options` if the last part of `key` is an option of a built-in loss or optimizer.
+    """Return the key inside `options`, if the last part of `key` is an option of a built-in loss or optimizer.
 
     For example, `optimizer.eps` gives `optimizer.options.eps`. The list is empty for other keys.
     """

@@ -53,7 +53,7 @@ class HubName:
         return str(replace(self, commit=None))
 
     def pinned(self, commit: str) -> "HubName":
-        """Return the name with a commit: the one that its revision currently refers to."""
+        """Return the name with `commit`, the commit that its revision currently refers to."""
         return replace(self, commit=commit)
 
 

@@ -22,8 +22,8 @@ from omnizoo.config.yaml_file import parse_yaml, read_text
 
 NO_DATA = "(none)"  # path of the placeholder source for commands that read no data
 IN_PYTHON = "config"  # name of a config without a file, for error messages
-# For each argument of `omnizoo.train`: the section and the key that its object sets, and the keys of that section that
-# must not be set together with it.
+# For each argument of `omnizoo.train`: the section and the key that its object sets, and the keys of the section that
+# conflict with it.
 PYTHON_ARGUMENTS = {
     "model": ("model", "given", ModelSection.exclusive["given"]),
     "tokenizer": ("model", "tokenizer", ("tokenizer",)),
@@ -79,7 +79,7 @@ def load_config(
 
 
 def _check_trainer(data: Mapping[str, Any], path: str) -> None:
-    """Raise `UserError` if an invalid config is that of another trainer."""
+    """Raise `UserError` if an invalid config belongs to another trainer."""
     trainer = detect_foreign(data)
     if trainer is not None and path != IN_PYTHON:
         raise UserError(
@@ -127,7 +127,7 @@ def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> N
     """Store a Python object as the value of its config key.
 
     Args:
-        data: Values of the config, which are changed.
+        data: Values of the config. They are changed in place.
         argument: Name of the argument of `omnizoo.train`.
         value: The object.
         path: Name of the config, for error messages.

@@ -49,7 +49,7 @@ def apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
     An override removes the keys of the file that cannot be set together with it. Null unsets a key.
 
     Args:
-        data: Values of the file, which are changed.
+        data: Values of the file. They are changed in place.
         changes: The value of each dotted key, from `parse_overrides`.
 
     Raises:
@@ -73,7 +73,7 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     """Set one dotted key, and create the mappings and lists on its path that do not exist.
 
     Args:
-        data: Values of the config, which are changed.
+        data: Values of the config. They are changed in place.
         key: The dotted key, such as `data.sources.0.path`.
         value: The new value; None to unset the key.
 

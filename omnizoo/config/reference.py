@@ -72,7 +72,7 @@ def _exclusive_in(section: type[ConfigSection], prefix: str) -> Iterator[tuple[s
 
 @cache
 def _named() -> frozenset[str]:
-    """Return the keys of mappings whose entries have names that the user chooses, such as `model.modalities`."""
+    """Return the keys of mappings with user-defined names, such as `model.modalities`."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
 
 

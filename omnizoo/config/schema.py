@@ -86,7 +86,7 @@ class Config(ConfigSection):
     def without_cache(self) -> "Config":
         """Return a copy of the config whose losses do not cache reference values on disk.
 
-        Dry runs and `verify` need it, because their weights differ from those of the run.
+        Dry runs and `verify` need it, because their weights differ from the weights of the run.
         """
         return self.changed(train={"losses": [_without_cache(loss) for loss in self.train.losses]})
 
@@ -192,7 +192,7 @@ class Config(ConfigSection):
 
 
 def _value_of(section: Any, key: str) -> Any:
-    """Return the value of a key in a section, which may be a mapping or a validated object."""
+    """Return the value of a key in a section. The section may be a mapping or a validated object."""
     return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
 
 

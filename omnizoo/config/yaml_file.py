@@ -93,7 +93,7 @@ for _name, (_pattern, _first_characters) in SCALARS.items():
 def read_text(path: str | Path) -> str:
     """Return the text of a config file.
 
-    Other files than regular ones are rejected, because reading a pipe or a device may never end.
+    Only regular files are accepted, because reading a pipe or a device may never end.
 
     Raises:
         UserError: If the file is missing, not a regular file, not UTF-8, or larger than `MAX_BYTES`.
@@ -207,7 +207,7 @@ def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple
     if node in parents:
         yield line, f"{key} contains itself through a YAML alias"
         return
-    if len(parents) > MAX_DEPTH:  # nesting by aliases, which the loader does not follow
+    if len(parents) > MAX_DEPTH:  # nesting by aliases; the loader does not follow aliases
         raise _too_deep(node.start_mark)
     if len(lines) > MAX_VALUES:
         reason = f"more than {MAX_VALUES:,} values, with YAML aliases expanded"
@@ -248,7 +248,7 @@ def _index_mapping(
 
 
 def _join(key: str, name: str) -> str:
-    """Return the dotted key of `name` inside `key`, which is empty at the top level."""
+    """Return the dotted key of `name` inside `key`. At the top level, `key` is empty."""
     return f"{key}.{name}" if key else name
 
 
@@ -258,7 +258,7 @@ def _line_of(node: yaml.Node) -> int:
 
 
 def _scalar_problem(node: yaml.Node) -> str | None:
-    """Return what is wrong with a scalar for every key, such as a NUL character; None if nothing is wrong."""
+    """Return a problem that makes a scalar invalid for every key, such as a NUL character; None if there is none."""
     text = str(node.value)
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         return "contains a NUL character or a lone surrogate; remove it"

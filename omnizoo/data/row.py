@@ -1,4 +1,4 @@
-"""Types, field names and checks for rows, which all sources and row formats share."""
+"""Types, field names and checks for rows. All sources and row formats use them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Fix:
     key: str  # config key, such as `data.sources.0.columns`
     value: Any  # new value of the key; items to append if the key is a list; None if only the user knows the value
     reason: str  # comment to write next to the key
-    file: str = ""  # missing media file that the row refers to; only if the key is `media_dir`
+    file: str = ""  # missing media file that the row refers to; only set if the key is `media_dir`
 
 
 class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip`)

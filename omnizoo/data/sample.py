@@ -83,7 +83,7 @@ class TokenSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedRow(TokenSequence):
-    """The tokens of a whole row, and what is needed to truncate or split them if they do not fit in a pack."""
+    """The tokens of a whole row, with the data to truncate or split them if they do not fit in a pack."""
 
     is_prose: bool = False  # plain text without a prompt; by default, it is split instead of truncated
     item_spans: tuple[tuple[int, int], ...] = ()  # first token and stop of each item, including its marks

@@ -27,7 +27,7 @@ class TokenField:
     """Properties of one per-token column."""
 
     name: str
-    dtype: npt.DTypeLike | None  # dtype in samples and packs; None for positions, which may be integers or fractions
+    dtype: npt.DTypeLike | None  # dtype in samples and packs; None for positions (integers or fractions)
     fill: Any  # value for samples and dummy packs that lack the column
     is_next_token: bool = False  # values describe the next token, like labels, so packing shifts them by one
     at_targets: bool = False  # only the values of target tokens are copied to the device
@@ -124,7 +124,7 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
 def _fill(part: Columns, name: str, template: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the column `name` for a part that lacks it, filled with its fill value.
 
-    Its dtype and all dimensions except the last one are those of `template`, the same column of another part.
+    `template` is the same column of another part. It determines the dtype and all dimensions except the last one.
     """
     fill = field_of(name).fill
     length = num_tokens(part)

@@ -74,8 +74,8 @@ class ChatModel(GenerativeModel):
             sampling: Temperature, top-k, top-p and generator. Default: temperature 1, no top-k or top-p.
             max_tokens: Maximum number of generated text tokens.
             folder: Folder that media paths in `messages` are relative to.
-            followed: Options for followers, which generate output in addition to the text, such as
-                `{"speaker": "ethan"}` for a talker. If None, followers do not run.
+            followed: Options for followers, such as `{"speaker": "ethan"}` for a talker. Followers generate output in
+                addition to the text. If None, followers do not run.
 
         Returns:
             The pieces of the response: text, media items, and the output of the followers.
@@ -304,8 +304,8 @@ def load_chat_model(
     """Load a chat model.
 
     Args:
-        folder: A Hugging Face folder, such as one that `omnizoo export` wrote; the folder of a PEFT adapter, which is
-            merged into its base model; or a run folder or checkpoint, whose weights are exported temporarily.
+        folder: A Hugging Face folder, such as one that `omnizoo export` wrote; the folder of a PEFT adapter; or a run
+            folder or checkpoint. An adapter is merged into its base model. A checkpoint is exported temporarily.
         device: Device of the model. Default: CPU.
         dtype: Dtype of the weights.
         allow_code: Python modules that the folder may import code from.

@@ -62,7 +62,7 @@ class Conversation:
     def positions(self, count: int) -> torch.Tensor | None:
         """Return the position ids `[ids per token, 1, count]` of the last `count` tokens.
 
-        None if the position id of each token is its index, which is the default of transformers.
+        None if the position id of each token is its index, as is the default of transformers.
         """
         if self.media.positions is None:
             return None
@@ -99,7 +99,7 @@ def run_last(
 class JointSupport:
     """Result of the checks whether a model can continue several conversations in one forward pass."""
 
-    is_checked: bool = False  # whether logits were compared with those of separate forward passes
+    is_checked: bool = False  # whether logits were compared with separate forward passes
     obstacle: str | None = None  # why the model cannot do this; None if no check has failed
 
     def refuse(self, model: PreTrainedModel, obstacle: str) -> None:
@@ -111,7 +111,7 @@ class JointSupport:
 class ConversationBatch:
     """Conversations that are continued together, one token each per step.
 
-    The results of the first step with padding are compared with those of separate forward passes. If they differ,
+    The results of the first step with padding are compared with the results of separate forward passes. If they differ,
     because the model's code ignores the mask or the positions of padded rows, conversations are continued one at a
     time.
     """
@@ -219,7 +219,7 @@ class ConversationBatch:
         return copies
 
     def _compare(self, references: Sequence[Conversation]) -> None:
-        """Compare the logits with those of separate forward passes.
+        """Compare the logits with the logits of separate forward passes.
 
         If they differ, the conversations continue from the separate results, and joint forward passes are disabled.
         """

@@ -24,7 +24,7 @@ def whole_copy(model: nn.Module, config: Config, mesh: Mesh) -> PreTrainedModel 
     must call it.
     """
     copy = sync_errors(mesh, lambda: _empty_copy(config, mesh.device) if mesh.is_first else None)
-    release(model)  # free gathered weights, which have the dtype of the forward pass instead of the stored one
+    release(model)  # free gathered weights: they have the dtype of the forward pass, not the stored dtype
 
     unfilled = {} if copy is None else dict(tensors_of(copy))
     with torch.no_grad():

@@ -140,7 +140,7 @@ class GenerativeModel:
         A response depends neither on the other prompts nor on `batch`, except for rounding.
 
         Args:
-            prompts: The prompts, or an error in place of a prompt that cannot be used. Each of them is read when its
+            prompts: The prompts. A prompt that cannot be used is replaced by an error. Each prompt is read when its
                 response is about to be generated.
             max_tokens: Maximum number of text tokens of a response. Placeholder tokens of generated items do not
                 count, because decoders limit the length of items. A model that generates no text generates one item of

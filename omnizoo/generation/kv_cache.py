@@ -29,7 +29,7 @@ def join_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
 
 
 def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
-    """Return the last `length` positions of one row as a separate cache, which removes the padding of the row."""
+    """Return the last `length` positions of one row as a separate cache. This removes the padding of the row."""
     return resized(cache, length, [row])
 
 
@@ -37,7 +37,7 @@ def resized(cache: DynamicCache, length: int, rows: Sequence[int] | None = None)
     """Return a copy of a cache with `length` positions. Padding is added or removed on the left.
 
     Args:
-        cache: The cache, which is not changed.
+        cache: The cache. It is not changed.
         length: Number of positions.
         rows: Indices of the rows to keep; None keeps all rows.
     """

@@ -45,7 +45,7 @@ def model_section(
 ) -> Iterator[ModelSection]:
     """Context manager: the section `model` of a config that loads the model of a folder.
 
-    A run or checkpoint is exported to a temporary folder, which exists until the end of the block.
+    A run or checkpoint is exported to a temporary folder. The folder exists until the end of the block.
 
     Args:
         folder: A Hugging Face folder, a name on the hub, a PEFT adapter, a run folder or a checkpoint.

@@ -23,7 +23,7 @@ CSV = {".csv": ",", ".tsv": "\t"}  # suffixes and their delimiters
 ROW_FILES = (*PARQUET, *TAR, *JSON_LINES, *CSV)
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files that mark a folder written by `save_to_disk`
 NOT_ROWS = ("dataset_infos.json",)  # files that describe a dataset on the hub and have no rows
-# Patterns for the names of splits in file and folder names, the same as in `datasets`. They only match whole words:
+# Patterns for split names in the names of files and folders, the same as in `datasets`. They only match whole words:
 # `test` does not match `contest.jsonl`.
 SPLIT_WORDS = {
     "train": "train(?:ing)?",

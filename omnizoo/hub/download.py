@@ -201,7 +201,7 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
         stopped: An event that ends the download.
 
     Yields:
-        A class with the interface of `tqdm`, which adds downloaded bytes to the progress bar. It raises `Interrupted`
+        A class with the interface of `tqdm`. It adds downloaded bytes to the progress bar. It raises `Interrupted`
         if `stopped` is set.
     """
     console = Console(stderr=True)
@@ -273,7 +273,7 @@ def _remove_old_partials(folder: Path) -> None:
 
 
 def _check_hash(repository: Repository, name: str, key: str) -> None:
-    """Compare the hash of a file with the one that the hub lists. A damaged file is removed from the cache.
+    """Compare the hash of a file with the hash that the hub lists. A damaged file is removed from the cache.
 
     Args:
         repository: The repository.

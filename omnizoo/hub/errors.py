@@ -54,7 +54,7 @@ def user_error(error: BaseException, name: HubName, repo_type: RepoType, key: st
         error: The error.
         name: The repository.
         repo_type: Type of the repository.
-        key: Config key of the repository, with which the message starts.
+        key: Config key of the repository. The message starts with it.
     """
     return UserError(f"{key}: {name.shown}: {_explain(cause_of(error), name, repo_type)}.")
 

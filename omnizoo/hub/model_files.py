@@ -55,7 +55,7 @@ def model_files(names: Sequence[str]) -> list[str]:
 
 
 def weight_files(names: Sequence[str]) -> list[str]:
-    """Return the safetensors files of a model, such that they contain each weight once.
+    """Return safetensors files that contain each weight of a model exactly once.
 
     If a repository has both shards and a single file, the shards are used, as in transformers. Copies in another format
     (`consolidated.safetensors`) or precision (`model.fp16.safetensors`) are omitted.
@@ -100,7 +100,7 @@ def inside(names: Sequence[str], folder: str) -> dict[str, str]:
 
     Args:
         names: All files of the repository.
-        folder: A folder in the repository; empty for all files. It may also be a file, which is then the only result.
+        folder: A folder in the repository; empty for all files. If it is a file, the file is the only result.
 
     Returns:
         The path of each file in the repository, keyed by its path relative to the folder.

@@ -1,4 +1,4 @@
-"""Download repositories from ModelScope with the package `modelscope`, which checks the hashes of the files."""
+"""Download repositories from ModelScope with the package `modelscope`. The package checks the hashes of the files."""
 
 from importlib.util import find_spec
 

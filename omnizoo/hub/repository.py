@@ -39,7 +39,7 @@ class Repository:
     repo_type: RepoType
     files: dict[str, HubFile]  # keyed by the path in the repository
     is_complete: bool = True  # whether `files` contains all files of the commit, and not only those on disk
-    is_from_hub: bool = True  # whether the list comes from the hub, which includes the hashes of the files
+    is_from_hub: bool = True  # whether the list comes from the hub; it then includes the hashes of the files
 
     @property
     def folder(self) -> Path:
@@ -47,15 +47,15 @@ class Repository:
         return snapshot_folder(self.name, self.repo_type)
 
     def absent(self, names: Iterable[str]) -> list[str]:
-        """Return those of the given files that are not in the cache."""
+        """Return the files in `names` that are not in the cache."""
         return [name for name in names if not (self.folder / name).is_file()]
 
 
 def resolve(name: HubName, repo_type: RepoType, key: str) -> HubName:
     """Return a name with the commit that its revision refers to.
 
-    This sends one request to the hub, unless the name already has a commit. Without network access, the commit is the
-    one that the cache has for the revision.
+    This sends one request to the hub, unless the name already has a commit. Without network access, the commit comes
+    from the cache.
 
     Args:
         name: The name.

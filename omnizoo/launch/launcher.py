@@ -137,7 +137,7 @@ def _start(
     Returns:
         The process of each rank.
     """
-    launcher, _ = os.pipe()  # nothing is written to it: it closes when this process ends, which ranks detect
+    launcher, _ = os.pipe()  # ranks detect that it closes when this process ends; nothing is written to it
     world_env = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -184,7 +184,7 @@ def _start(
 def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
     """Return the exit code of a process, or minus the signal that killed it; None while it runs.
 
-    The process stays a zombie. Otherwise the system could reuse its id, which is also the id of its process group.
+    The process stays a zombie. Otherwise the system could reuse its id. The process group has the same id.
     """
     end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:

@@ -79,7 +79,7 @@ def continue_without_output() -> None:
 
 
 def _is_standard_output(stream: io.TextIOWrapper) -> bool:
-    """Whether `stream` writes to file descriptor 1, not to a buffer of a notebook or a test, and is not an `Output`."""
+    """Whether `stream` is the original standard output, instead of an `Output` or the buffer of a notebook or test."""
     try:
         return stream.fileno() == 1 and not isinstance(getattr(stream.buffer, "raw", None), Output)
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ ERROR_FD = "OMNIZOO_ERROR_FD"
 
 
 def report_error(message: str) -> None:
-    """Send an error to the launcher, which prints it once for all ranks. Without a launcher, print it to stderr."""
+    """Send an error to the launcher to print it once for all ranks. Without a launcher, print it to stderr."""
     if ERROR_FD in os.environ:
         os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
     else:
@@ -19,7 +19,7 @@ def report_error(message: str) -> None:
 
 
 def report_crash(message: str) -> None:
-    """Report a crash to the launcher, which prints the first crash when all ranks have ended.
+    """Report a crash to the launcher. The launcher prints the first crash when all ranks have ended.
 
     Without a launcher, do nothing.
     """

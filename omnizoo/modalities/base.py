@@ -76,7 +76,7 @@ class ItemModule(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel | None:
-        """The Hugging Face model that is filled with the weights of `path`; None if there is none."""
+        """The Hugging Face model inside this module that loads the weights in `path`; None if there is none."""
         return None
 
     def preview(self, media: Media) -> str:
@@ -127,7 +127,7 @@ class SharedTower:
 
 
 class Decoder(ItemModule):
-    """Base class of modules with which the model generates one modality.
+    """Base class of modules that let the model generate one modality.
 
     `embed` converts targets to input embeddings, so that the foundation can attend to the item.
     """
@@ -242,7 +242,7 @@ class MultiLossDecoder:
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return one sum for each loss term in `term_weights`, over all targets.
 
-        The arguments are those of `Decoder.loss`.
+        The arguments are the same as for `Decoder.loss`.
         """
         raise NotImplementedError
 
@@ -410,7 +410,7 @@ class Modality:
 
 
 def find_module(modalities: Mapping[str, Modality], port: Port) -> Encoder | Decoder | Follower:
-    """Return the module of a port, which must exist."""
+    """Return the module of a port. The module must exist."""
     module: Encoder | Decoder | Follower | None = getattr(modalities[port.modality], port.role)
     assert module is not None, f"{port}: the modality has no such module"
     return module

@@ -1,4 +1,4 @@
-"""Count the FLOPs of training, from the weights that rows are multiplied by and from the token pairs of attention.
+"""Count the FLOPs of training, from the weights that are multiplied by rows and from the token pairs of attention.
 
 In the forward pass, each weight costs one multiplication and one addition per row. The backward pass costs as much for
 the gradient of the weight, if it is trained, and as much again for the gradient of its input, if anything before it is
@@ -70,7 +70,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-    """Return (forward FLOPs, forward and backward FLOPs), which torch counts for `run` on the meta device."""
+    """Return (forward FLOPs, forward and backward FLOPs) of `run`. torch counts them on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
 
     with FlopCounterMode(display=False) as counter:

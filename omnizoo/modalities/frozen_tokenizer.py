@@ -23,7 +23,7 @@ from omnizoo.modalities.processor_files import read_json_object
 
 
 class Frozen(nn.Module):
-    """Wraps `model`, which gets no gradients and stays in eval mode, regardless of the mode of the decoder."""
+    """Wraps a model that gets no gradients and stays in eval mode, regardless of the mode of the decoder."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -66,8 +66,7 @@ def forward_flops(
 ) -> float:
     """Return the FLOPs of `encode`, counted on the meta device.
 
-    If `encode` depends on values, which the meta device does not have, the FLOPs are estimated from the number of
-    weights.
+    The meta device has no values. If `encode` depends on values, the FLOPs are estimated from the number of weights.
     """
     skeleton: Any = deepcopy(frozen).to("meta")
     try:
@@ -120,7 +119,7 @@ class Diffusers(Frozen):
 
 
 def diffusers_package(class_name: str) -> Any:
-    """Return the package diffusers, which provides `class_name`.
+    """Import the package diffusers, because `class_name` needs it, and return the package.
 
     Raises:
         UserError: If diffusers is not installed.

@@ -104,7 +104,7 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
 
 
 def build_from(config: PretrainedConfig, model: ModelSection, precision: str, device: str) -> PreTrainedModel:
-    """Build the model of `config`, which is the config of `model` or derived from it."""
+    """Build the model of `config`. This config belongs to `model`, or is derived from it."""
     key = _source_key(model)
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:

@@ -188,7 +188,7 @@ def _base_sources() -> tuple[str, ...]:
 def _class_source(cls: type) -> str:
     """Return the source of a class up to the next statement of its module.
 
-    `inspect.getsource` returns the same text, but parses and tokenizes the file, which takes tenths of a second.
+    `inspect.getsource` returns the same text, but takes tenths of a second to parse and tokenize the file.
     """
     text = Path(inspect.getfile(cls)).read_text(encoding="utf-8")
     (first,) = re.finditer(rf"^class {cls.__name__}\b.*:$", text, re.MULTILINE)

@@ -46,7 +46,7 @@ def read_voices_beside(folder: str | None) -> ExportFiles:
 
 
 def also_carry(model: nn.Module, name: str, file: str, key: str) -> None:
-    """Read `file`, which the config key `key` names, and store its content in `model` under `name`."""
+    """Read `file` and store its content in `model` under `name`. `key` is the config key that names the file."""
     if not isinstance(file, str) or not Path(file).is_file():
         raise UserError(f"{key}: {file!r} is not a file")
     published = carried(model)

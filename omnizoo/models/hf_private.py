@@ -229,7 +229,7 @@ class Loaded:
 def conversion_mapping(model: nn.Module) -> list[Any]:
     """Return the conversions from published keys to the model's names.
 
-    Must be called before `fully_shard`, which renames the classes that transformers looks up.
+    Must be called before `fully_shard`, because it renames the classes that transformers looks up.
     """
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
@@ -248,7 +248,7 @@ def tied_sources(model: nn.Module) -> dict[str, str]:
 class PublishedKeys:
     """Conversion of a model's weights to published names and shapes, as `save_pretrained` writes them.
 
-    Must be created before `fully_shard`, which renames the classes that transformers looks up.
+    Must be created before `fully_shard`, because it renames the classes that transformers looks up.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -89,8 +89,8 @@ def _describe_part(part: EncoderSettings, projector: ProjectorSettings | None, k
         except UserError:
             if part.config is not None:
                 raise
-            # The folder contains no transformers model. For example, it contains a diffusers tokenizer or a codebook,
-            # which the class of the component reads.
+            # The folder contains no transformers model. For example, it contains a diffusers tokenizer or a codebook.
+            # The class of the component reads these files.
     return {
         "kind": part.kind,
         "options": part.options,

@@ -60,7 +60,7 @@ class Recipe:
     bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None
     # (model, inputs of its forward, features by modality) -> inputs with the features inserted.
     merge_features: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
-    # Changes the keyword arguments with which the model calls its language model.
+    # Changes the keyword arguments that the model passes to its language model.
     language_model_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     media_modules: tuple[MediaModule, ...] = ()
     # Path of the module that maps embeddings to logits (`model` in the fields above); empty for the complete model.

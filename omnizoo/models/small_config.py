@@ -338,7 +338,7 @@ def _cover(kinds: Sequence[Any]) -> list[int]:
 def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     """Return fields for a smaller vocabulary.
 
-    All special tokens get the last id of the vocabulary, which inputs of the probe never contain.
+    All special tokens get the last id of the vocabulary. Inputs of the probe never contain this id.
     """
     small: dict[str, Any] = {}
     for key, value in fields.items():
@@ -352,7 +352,7 @@ def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 
 
 def random_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the nonzero dropout and jitter fields, including those of sub-configs."""
+    """Return the nonzero dropout and jitter fields of a config and its sub-configs."""
     nonzero: dict[str, float] = {}
     for key, value in fields.items():
         if isinstance(value, Mapping):
@@ -395,7 +395,7 @@ def _inline_fields(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, An
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that an inline config may contain.
 
-    Fields that no code reads are left out, also those of nested configs. Published folders contain such fields.
+    Fields that no code reads are omitted, also in nested configs. Published folders contain such fields.
     """
     unknown: set[str] = set()
     if fields.get("model_type") in CONFIG_MAPPING:
@@ -406,7 +406,7 @@ def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without(fields: Mapping[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
-    """Return `fields` without `keys`, which are dotted paths of fields of nested mappings."""
+    """Return `fields` without `keys`. A key is the dotted path of a field in nested mappings."""
     kept: dict[str, Any] = {}
     for key, value in fields.items():
         path = f"{prefix}{key}"

@@ -7,7 +7,7 @@ file names in the files of a folder must not lead out of it. SECURITY.md lists t
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,3 +169,34 @@ def tensor_names(file: Path) -> list[str]:
                 "with floating-point weights."
             )
     return list(dtypes)
+
+
+def weight_files(folder: Path, key: str, stem: str = "model") -> list[Path]:
+    """Return the safetensors files of a folder. If the folder has an index, it lists the files.
+
+    `stem` is the file name without suffix: `model` for transformers.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{key}: {index} has no weight_map; expected a mapping of weights to files")
+        files = sorted({inside(folder, name, f"{key}: {index}") for name in weight_map.values()})
+    else:
+        files = [folder / f"{stem}.safetensors"]
+
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(
+            f"{key}: {folder} has no {list_names(absent)}. Weights are read only from safetensors files, never from "
+            "pickles."
+        )
+    for file in files:
+        tensor_names(file)
+    return files
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first three names and the number of remaining names, for messages."""
+    listed = ", ".join(names[:3])
+    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed

@@ -29,7 +29,7 @@ COMPILED = "_omnizoo_compiled"  # name of the attribute that marks compiled bloc
 
 
 def graph_break(function: F) -> F:
-    """Return a version of `function` that is never compiled. A call of it from compiled code breaks the graph."""
+    """Return a version of `function` that is never compiled. Calling it from compiled code breaks the graph."""
     uncompiled: F = torch.compiler.disable(function, reason=GRAPH_BREAK_REASON)
     return uncompiled
 
@@ -45,7 +45,7 @@ def make_graph_break(module: nn.Module) -> None:
 
 @cache
 def _graph_break_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `base` with the same name, whose `__call__` is a graph break."""
+    """Return a subclass of `base` with the same name. Its `__call__` is a graph break."""
     attributes = {
         "__call__": graph_break(base.__call__),
         "__module__": base.__module__,

@@ -20,11 +20,11 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_
 EXPANDABLE = "expandable_segments:True"
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # torch calls ROCm devices "cuda", and RCCL "nccl"
 
-# Dense peak TFLOP/s from the vendors' data sheets. The pattern must match the full device name, so that a reduced
-# variant (laptop, MIG slice, "4090 D") is unknown instead of wrong. The numbers for bf16 are for accumulation in fp32,
-# without sparsity. The numbers for fp32 are not for TF32; those of AMD are for its matrix cores. torch shows an MI250X
-# as two devices, each with half the peak. Ascend 910B is missing, because the name covers several chips that no public
-# data sheet distinguishes.
+# Dense peak TFLOP/s from the vendors' data sheets. The pattern must match the full device name, so reduced variants
+# (laptop, MIG slice, "4090 D") are unknown instead of wrong. Numbers for bf16 assume accumulation in fp32, without
+# sparsity. Numbers for fp32 exclude TF32; for AMD, they assume matrix cores. torch shows an MI250X as two devices, each
+# with half the peak. Ascend 910B is missing, because the name covers several chips that no public data sheet
+# distinguishes.
 PEAK_TFLOPS = {
     r"NVIDIA A100.*": {"bf16": 312.0, "fp32": 19.5},
     r"NVIDIA (H100|H800) PCIe": {"bf16": 756.0, "fp32": 51.0},
@@ -43,7 +43,7 @@ def pick_device(local_rank: int, device_type: str | None = None) -> torch.device
     """Select the device of this process, and make an accelerator the current device.
 
     Args:
-        local_rank: Rank within the node, which is the index of the accelerator.
+        local_rank: Rank within the node. It is also the index of the accelerator.
         device_type: Device type to use. Default: an accelerator, or the CPU if the machine has no accelerator with a
             collective backend.
 
@@ -121,7 +121,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, which does not delay work that is launched after it."""
+    """An asynchronous copy of a tensor to the host. It does not delay work that is launched later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor.to("cpu", non_blocking=True)

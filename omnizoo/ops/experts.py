@@ -157,7 +157,7 @@ def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
 
 
 def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the same as `grouped_matmul`, with one matmul for each expert."""
+    """Compute the result of `grouped_matmul` with one matmul per expert."""
     # The backward of `unbind` writes each gradient once. The backward of `weights[e]` would allocate the gradient of
     # all experts E times.
     groups = rows.split(counts.tolist())
@@ -197,8 +197,8 @@ def _wide_dtype(rows: torch.Tensor) -> torch.dtype:
 
 
 # The backward of a permutation is the inverse permutation, so it is a gather too. Autograd's backward would be a
-# scatter, which is slower, and whose atomic additions would make the sum over choices depend on timing. `pairs` is not
-# saved by `save_for_backward`, because recomputation would then have to run up to this operator.
+# scatter. A scatter is slower, and its atomic additions would make the sum over choices depend on timing. `pairs` is
+# not saved by `save_for_backward`, because recomputation would then have to run up to this operator.
 
 
 class _Permute(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration, which Muon uses to make an update approximately orthogonal. It consists of matmuls only."""
+"""Newton-Schulz iteration. Muon uses it to make an update approximately orthogonal. It needs only matmuls."""
 
 from collections.abc import Sequence
 

@@ -1,12 +1,12 @@
 """Quantize frozen weights to 4 or 8 bits and dequantize them for each use. Blocks of 64 numbers share a scale.
 
-`nf4` is the data type of QLoRA (Dettmers et al., 2023). A code stands for one of 16 values, which are equally likely if
-weights are normally distributed, and the scale is the largest magnitude of the block. `int8` has 255 evenly spaced
-values instead.
+`nf4` is the data type of QLoRA (Dettmers et al., 2023). A code stands for one of 16 values. These values are equally
+likely if weights are normally distributed. The scale is the largest magnitude of the block. `int8` has 255 evenly
+spaced values instead.
 
 Codes and scales are plain integer tensors, so FSDP2 shards and gathers them like any other parameter and does not cast
-them. Blocks run along dim 1, which no layout shards, because linear layers are sharded along dim 0, and experts along
-dim 0 or 2. Quantizing a shard therefore gives the shard of the quantized weight, and results do not depend on the
+them. Blocks run along dim 1. No layout shards this dim, because linear layers are sharded along dim 0, and experts
+along dim 0 or 2. A quantized shard therefore equals the shard of the quantized weight, so results do not depend on the
 layout.
 """
 
@@ -124,7 +124,7 @@ def _rows(weight: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized weight that rows are multiplied by."""
+    """A quantized weight that can be multiplied by rows."""
 
     codes: torch.Tensor
     scales: torch.Tensor

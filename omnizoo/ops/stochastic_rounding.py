@@ -1,7 +1,7 @@
-"""Stochastic rounding to bf16, which is unbiased: the expected value of the result is the value before rounding.
+"""Stochastic rounding to bf16. It is unbiased: the expected value of the result is the value before rounding.
 
-The random bits are a hash of a key and of the element's position in the full tensor, instead of the output of a
-generator. Rounding is therefore the same in every layout, and the same in a resumed run as in an uninterrupted one.
+The random bits are not the output of a generator, but a hash of a key and of the element's position in the full tensor.
+Rounding is therefore the same in every layout, and the same in a resumed run as in an uninterrupted one.
 """
 
 import torch
@@ -18,8 +18,8 @@ def round_to_bf16(values: torch.Tensor, rows: torch.Tensor, columns: torch.Tenso
     """
     bits = values.to(torch.float32).view(torch.int32)
     noise = _mixed(_mixed(rows + _int32(key))[:, None] + columns) & 0xFFFF
-    # bf16 is the upper half of fp32. The noise makes the lower half carry into the upper one with a probability that is
-    # proportional to the lower half; then the lower half is cleared.
+    # bf16 is the upper half of fp32. Random noise is added to the lower half, so it carries into the upper half with a
+    # probability proportional to the lower half. Then the lower half is cleared.
     return ((bits + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 

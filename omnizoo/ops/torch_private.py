@@ -1,8 +1,8 @@
 """All uses of private APIs of torch.
 
-Training uses attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
-and internals of FSDP2, of recomputation and of torch.compile. Dry runs also use fake tensors, a device implemented in
-Python, and collectives that send nothing.
+Training uses attention kernels that return the log-sum-exp, functions that map over nested arguments,
+calls without function modes, and internals of FSDP2, recomputation and torch.compile. Dry runs also use fake tensors, a
+device implemented in Python, and collectives that send nothing.
 
 These APIs were checked on torch 2.13.0. A test fails if the schemas of the attention kernels differ in the installed
 torch.
@@ -63,12 +63,12 @@ def replaced(*attributes: Replacement) -> Iterator[None]:
 
 
 def deterministic_compiler() -> Replacement:
-    """Return the setting with which torch.compile does not select kernels by measured times."""
+    """Return the torch.compile setting that disables the selection of kernels by measured times."""
     return torch._inductor.config, "deterministic", True
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key that is equal for tensors that share a storage. It is valid while the storage is alive."""
+    """Return a key that identifies the storage of a tensor. It is valid while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -138,7 +138,7 @@ def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any
 
     Everything is enqueued on the compute stream, where autograd wrote these gradients and where clipping and the
     optimizer read the shards' gradients. The order on this stream is sufficient, so no event is recorded, and
-    the allocator may reuse the memory of a gathered weight's gradient as soon as nothing refers to it.
+    the allocator may reuse the memory of a gathered weight's gradient once it is no longer referenced.
     """
     for parameter in group.fsdp_params if group.reduce_grads else ():
         gathered = getattr(parameter, "_unsharded_param", None)
@@ -186,6 +186,11 @@ def abort_groups() -> None:
     _abort_process_group()
 
 
+def can_split(group: Any, device: torch.device) -> bool:
+    """Whether subgroups can share the connections of a process group on `device`."""
+    return group.bound_device_id is not None and bool(group._get_backend(device).supports_splitting)
+
+
 def register_fake_collectives() -> None:
     """Register the backend `fake` for `init_process_group`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the import registers the backend
@@ -226,7 +231,7 @@ def tensors_built_on_host() -> Iterator[None]:
 
 
 def within_shard_propagation(sharded: Any, scope: Callable[[], AbstractContextManager[None]]) -> list[Replacement]:
-    """Return replacements that enter `scope()` whenever DTensor runs operators only for the metadata of full tensors.
+    """Return replacements (see `replaced`) that enter `scope()` when DTensor runs operators only to infer metadata.
 
     `sharded` is the class DTensor.
     """
@@ -242,7 +247,7 @@ def within_shard_propagation(sharded: Any, scope: Callable[[], AbstractContextMa
 
 
 def within_fsdp(scope: Callable[[str, Sequence[str]], AbstractContextManager[None]]) -> list[Replacement]:
-    """Return replacements that enter `scope(work, axes)` while FSDP2 works on a unit.
+    """Return replacements (see `replaced`) that enter `scope(work, axes)` while FSDP2 works on a unit.
 
     `work` is "gather", "reduce" or "accumulate", and `axes` are the mesh axes along which the unit is sharded.
     """
@@ -398,7 +403,7 @@ def flash_cuda_backward(
 class Recomputation:
     """State that a recomputed block shares with the modules inside it.
 
-    Modules use it to keep results that recomputation must not compute a second time, or need not.
+    Modules use it to keep results, so that recomputation does not compute them a second time.
     """
 
     def __init__(self) -> None:
@@ -435,8 +440,8 @@ class Recomputation:
     def contexts(self, policy: Callable[..., CheckpointPolicy] | None) -> tuple[Any, Any]:
         """Return the contexts of the forward pass and of recomputation, for `context_fn` of `checkpoint`.
 
-        With a `policy`, torch's modes save the results that the policy selects. They cannot save all-to-alls, which
-        write into an argument, so subclasses of these modes do.
+        With a `policy`, torch's modes save the results that the policy selects. They cannot save all-to-alls, because
+        these write into an argument. Subclasses of these modes save them.
         """
         results: deque[Any] = deque()
         is_selective = policy is not None
@@ -473,7 +478,7 @@ def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any])
 class _SteppingAside(TorchDispatchMode):
     """Base class of the modes of selective recomputation.
 
-    It ignores operators while `is_aside` is set, and passes all-to-alls to `exchange`.
+    While `is_aside` is set, it ignores operators. It passes all-to-alls to `exchange`.
     """
 
     recomputation: Recomputation

@@ -15,7 +15,7 @@ MAX_PAUSE = 5.0
 
 
 def download_on_ranks(config: Config, mesh: Mesh, local_rank: int) -> Config:
-    """Return `config` with the commits of its hub names, after their files are in the cache of each node.
+    """Download the repositories that `config` names on each node, and return the config with their commits.
 
     Rank 0 asks the hub for the commits, so that all ranks use the same. Then the first rank of each node downloads.
 
@@ -39,7 +39,7 @@ def run_for_long(mesh: Mesh, work: Callable[[], T]) -> T:
     while `work` runs in a thread. Collective: all ranks must call it.
 
     Raises:
-        UserError: If `work` raised one on any rank.
+        UserError: If `work` raised a `UserError` on any rank.
     """
     results: list[T] = []
     errors: list[BaseException] = []

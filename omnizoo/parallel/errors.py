@@ -31,7 +31,7 @@ def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserE
 def raise_first(
     messages: Iterable[str | None], kind: type[Exception] = UserError, cause: Exception | None = None
 ) -> None:
-    """Raise an error with the first message. `messages` has one entry per rank, None if the rank has no error."""
+    """Raise an error with the first message. `messages` has one entry per rank; None stands for no error."""
     for message in messages:
         if message is not None:
             raise kind(message) from cause

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.0005
 
 
 def new_thread_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, which one thread per rank uses exclusively, so that messages do not mix.
+    """Return a new gloo group of all ranks. One thread per rank uses it exclusively, so that messages do not mix.
 
     Collective: all ranks must call it.
     """

@@ -49,9 +49,8 @@ class Dispatch:
 
     With E experts, rank r holds E/ranks consecutive experts, starting at r x E/ranks. Rows `[tokens x choices, width]`
     are sent by one all-to-all and their results returned by another, in forward and in backward. The row counts are
-    exchanged first, which needs one host sync. Recomputation reuses the counts of the first forward pass and skips the
-    all-to-all that returns the results.
-    Collective: all ranks must call it, including ranks without tokens.
+    exchanged first. This needs one host sync. Recomputation reuses the counts of the first forward pass and skips the
+    all-to-all that returns the results. Collective: all ranks must call it, including ranks without tokens.
     """
 
     group: dist.ProcessGroup
@@ -96,8 +95,8 @@ class Dispatch:
             dist.all_to_all_single(received_counts, pairs.counts, group=self.group)
         sent, received = self.split(pairs, received_counts)
 
-        # Pairs arrive sorted by (source rank, expert, token). Experts need the order (expert, source rank, token),
-        # which is deterministic.
+        # Pairs arrive sorted by (source rank, expert, token). Experts need the order (expert, source rank, token). Both
+        # orders are deterministic.
         experts = torch.arange(num_local_experts, device=index.device).repeat(ranks)
         expert_of_pair = experts.repeat_interleave(received_counts, output_size=sum(received)).unsqueeze(1)
         received_pairs = sort_by_expert(expert_of_pair, num_local_experts)

@@ -87,10 +87,10 @@ def plan_routes(
         present = list({item.port for share in shares for item in share.items if item.spans})
     ports = sorted(present)
 
-    # The rows of the arrays are the destination rank, and the index among this rank's features.
+    # Arrays `[2, sent]`: destination ranks, and indices among this rank's features.
     sent = {port: [np.empty((2, 0), np.int64)] for port in ports}
-    # The rows of the arrays are the source rank, the local index of the token, the local index of the token before it,
-    # and whether the feature is a target.
+    # Arrays `[4, received]`: source ranks, local indices of the tokens, local indices of the tokens before them, and
+    # whether the feature is a target.
     received = {port: [np.empty((4, 0), np.int64)] for port in ports}
     num_features = dict.fromkeys(ports, 0)  # features that this rank computes
     for dp, share in enumerate(shares):
@@ -145,7 +145,7 @@ def _sent_features(feature: Numbers, first_rank: int, destinations: Numbers) -> 
 def exchange_features(
     features: Mapping[Port, torch.Tensor], routes: Mapping[Port, FeatureRoute], group: dist.ProcessGroup | None = None
 ) -> dict[Port, torch.Tensor]:
-    """Send this rank's features `[n, width]` of each port, and return the received rows for the tokens that it holds.
+    """Send this rank's features `[n, width]` of each port, and return the rows received for this rank's tokens.
 
     `FeatureRoute.token` and `FeatureRoute.previous_token` contain the token of each received row. All ports share one
     all-to-all. If no rank has an item, there is no all-to-all. The result depends on `features` even if the result is

@@ -1,4 +1,4 @@
-"""Layouts: the sizes of the mesh axes, whose product is the world size.
+"""Layouts: the sizes of the mesh axes. They determine the world size.
 
 This module does not import torch, so an invalid layout is rejected before any process starts.
 """
@@ -88,7 +88,7 @@ def plan_layout(parallel: ParallelSection, world_size: int) -> Layout:
 
 
 def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
-    """Return the size of `dp_shard` with which the layout uses all ranks."""
+    """Return the `dp_shard` that makes the layout use all ranks."""
     axes = {"ring": parallel.ring, "ulysses": parallel.ulysses, "dp_replicate": parallel.dp_replicate}
     for axis, size in axes.items():
         if world_size % size:

@@ -1,20 +1,20 @@
 """The device mesh: all axes along which ranks are arranged, and the collectives that the training loop itself uses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.config.schema import Config
 from omnizoo.ops.device import BACKENDS
+from omnizoo.parallel.groups import AXES_INSIDE_BLOCKS, group_along, mesh_of_groups, ranks_along
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.traffic_tag import sent_along
-
-AXES_INSIDE_BLOCKS = ("ulysses", "ring", "ep")  # axes whose collectives send tokens
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,9 @@ class Mesh:
     """
 
     layout: Layout
-    data: DeviceMesh
-    packs: DeviceMesh
     dense: DeviceMesh
     experts: DeviceMesh
+    groups: Mapping[str, dist.ProcessGroup]  # of the axes inside blocks: ulysses, ring, sp and ep
     device: torch.device
 
     @property
@@ -56,7 +55,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same value."""
+        """Data-parallel rank. It determines the packs of this rank. Ranks that share a pack have the same value."""
         return self.rank // self.layout.sp
 
     @property
@@ -78,8 +77,7 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only along `axis` (ring, ulysses, sp, ep)."""
-        view = {"ep": self.experts, "sp": self.packs}.get(axis, self.data)
-        return view.get_group(axis)
+        return self.groups[axis]
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -90,13 +88,20 @@ class Mesh:
 
     def axes_of(self, group: dist.ProcessGroup) -> list[str]:
         """Return the axes whose group has the same ranks as `group`, and also `world` if `group` has all ranks."""
-        views = (self.dense, self.experts, self.data, self.packs)
-        groups = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
         ranks = dist.get_process_group_ranks(group)
-        axes = [axis for axis, axis_group in groups.items() if dist.get_process_group_ranks(axis_group) == ranks]
+        axes = [axis for axis, axis_ranks in self._ranks_by_axis.items() if axis_ranks == ranks]
         if len(ranks) == self.layout.world:
             axes.append("world")
         return axes
+
+    @cached_property
+    def _ranks_by_axis(self) -> dict[str, list[int]]:
+        """The ranks that differ from this one only along an axis, keyed by axis."""
+        ranks_by_axis = {}
+        for sizes in views_of(self.layout).values():
+            for axis in sizes:
+                ranks_by_axis[axis] = next(ranks for ranks in ranks_along(axis, sizes) if self.rank in ranks)
+        return ranks_by_axis
 
     @sent_along("world")
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -159,51 +164,36 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     """
     layout = plan_layout(config.parallel, process.world_size)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
-    data_axes = {
-        "dp_replicate": layout.dp_replicate,
-        "dp_shard": layout.dp_shard,
-        "ring": layout.ring,
-        "ulysses": layout.ulysses,
-    }
-    expert_axes = {"replicate": layout.dp_replicate, "ep_shard": layout.ep_shard, "ep": layout.ep}
+    views = views_of(layout)
+    groups = {}
+    for sizes in views.values():
+        for axis in sizes:
+            if axis in AXES_INSIDE_BLOCKS:
+                groups[axis] = group_along(axis, sizes, process)
     mesh = Mesh(
         layout=layout,
-        data=_device_mesh(process, data_axes),
-        packs=_device_mesh(process, {"dp": layout.dp, "sp": layout.sp}),
-        dense=_device_mesh(process, {"replicate": layout.dp_replicate, "shard": layout.fsdp}),
-        experts=_device_mesh(process, expert_axes),
+        dense=mesh_of_groups(views["dense"], process),
+        experts=mesh_of_groups(views["experts"], process),
+        groups=groups,
         device=process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
         # NCCL connects a group at its first operation, which all its ranks must join. The ring cannot be this
-        # operation, because it skips empty messages. A barrier is not sufficient, because it could use the group's CPU
-        # backend instead of NCCL.
+        # operation, because it skips empty messages.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
 
 
-def _device_mesh(process: Process, axes: dict[str, int]) -> DeviceMesh:
-    """Return the device mesh of all ranks with these axes, given as name -> size.
-
-    Process groups use threads and sockets, and DTensor's caches keep them alive, so meshes with equal axes are reused.
-    """
-    key = tuple(axes.items())
-    if key in process.grids:
-        return process.grids[key]
-
-    # If an axis spans the world, torch uses the default group for it, and FSDP uses the same group. Collectives inside
-    # a block would then wait for the all-gather that prefetches the next block's weights, so use a separate group.
-    backends: dict[int | str, Any] = {}
-    for name in AXES_INSIDE_BLOCKS:
-        if 1 < axes.get(name, 1) == process.world_size:
-            backends[name] = dist.get_backend()
-    device_backend = BACKENDS.get(process.device.type)
-    if device_backend:
-        backends = dict.fromkeys(axes, device_backend)  # only the world group needs a backend for CPU
-    process.grids[key] = init_device_mesh(
-        process.device.type,
-        tuple(axes.values()),
-        mesh_dim_names=tuple(axes),
-        backend_override=backends,
-    )
-    return process.grids[key]
+def views_of(layout: Layout) -> dict[str, dict[str, int]]:
+    """Return the sizes of the axes of each view of the mesh, outermost first."""
+    return {
+        "data": {
+            "dp_replicate": layout.dp_replicate,
+            "dp_shard": layout.dp_shard,
+            "ring": layout.ring,
+            "ulysses": layout.ulysses,
+        },
+        "packs": {"dp": layout.dp, "sp": layout.sp},
+        "dense": {"replicate": layout.dp_replicate, "shard": layout.fsdp},
+        "experts": {"replicate": layout.dp_replicate, "ep_shard": layout.ep_shard, "ep": layout.ep},
+    }

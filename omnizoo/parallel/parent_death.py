@@ -1,4 +1,4 @@
-"""End a process when its parent ends, however that happens, so that nothing outlives a run.
+"""End a process when its parent ends for any reason, so that no process outlives a run.
 
 On Linux, the kernel kills the process. This works even if the process is stopped or waits in native code. Elsewhere, a
 thread looks for a new parent once a second.
@@ -66,7 +66,7 @@ def set_server_imports(modules: Sequence[str]) -> None:
 
 
 def tie_server() -> None:
-    """In a fork server: end it with its parent, and each process that it forks with the server."""
+    """Make this fork server end with its parent, and make the processes that it forks end with the server."""
     parent = os.environ.get(SERVER_PARENT)
     if parent is None:
         return
@@ -82,7 +82,7 @@ def tie_server() -> None:
 
 
 def in_lasting_thread(work: Callable[[], None]) -> None:
-    """Run `work`, which starts processes, in a thread that lasts as long as this process."""
+    """Run `work` in a thread that lasts as long as this process. `work` may start processes."""
     if threading.current_thread() is threading.main_thread():
         work()
         return

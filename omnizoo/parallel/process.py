@@ -27,8 +27,10 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    # Cache of device meshes, keyed by the names and sizes of their axes.
-    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    # Caches of device meshes, keyed by the names and sizes of their axes, and of process groups, keyed by whether their
+    # collectives run inside blocks, and by the sets of ranks.
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = field(default_factory=dict)
 
 
 @contextmanager
@@ -45,14 +47,14 @@ def process_group(
     Collective: all ranks must call it.
 
     Args:
-        place: (rank, world size, local rank). Default: the values that our launcher, torchrun or Slurm set in the
-            environment, or else those of a single process.
+        place: (rank, world size, local rank). Default: the values in the environment, as set by our launcher, torchrun
+            or Slurm; without them, a single process.
         store: Store that the ranks connect through. Default: a TCP store at `MASTER_ADDR` and `MASTER_PORT`.
         on_failure: Called with the rank and the error if the block raises, before this rank leaves the group and other
             ranks fail as a consequence.
         device: Device type, such as "cpu" or "cuda". Default: the accelerator if there is one, otherwise the CPU.
         join_timeout: Seconds to wait for the other ranks.
-        stop_requested: Whether to stop waiting for them.
+        stop_requested: Returns whether to stop waiting for the other ranks.
 
     Yields:
         Rank, world size and device of this process.

@@ -29,13 +29,13 @@ def open_store(
 ) -> dist.Store:
     """Connect to the store at `MASTER_ADDR` and `MASTER_PORT`, and wait until all ranks have done so.
 
-    Collective: all ranks must call it. A rank that waits says every now and then which ranks are missing.
+    Collective: all ranks must call it. A waiting rank prints at intervals which ranks are missing.
 
     Args:
         rank: Rank of this process.
         world_size: Number of ranks. A single rank uses an in-memory store.
         timeout: Seconds to wait for the other ranks.
-        stop_requested: Whether to give up.
+        stop_requested: Returns whether to stop waiting.
 
     Returns:
         The store.
@@ -63,7 +63,7 @@ def open_store(
 
 @dataclass
 class _Waiting:
-    """A rank that waits for others: when to say so, and when to give up."""
+    """The state of a rank that waits for others: when to print the next message, and when to stop waiting."""
 
     rank: int
     world_size: int
@@ -118,7 +118,7 @@ def _connect(waiting: _Waiting, host: str, port: int) -> dist.Store:
                 port,
                 waiting.world_size,
                 is_master=waiting.rank == 0 and not is_hosted_by_torchrun,
-                timeout=timedelta(seconds=2 * waiting.timeout + 60),  # `waiting.check` gives up before
+                timeout=timedelta(seconds=2 * waiting.timeout + 60),  # `waiting.check` raises an error earlier
                 wait_for_workers=False,
                 master_listen_fd=None if listening_socket is None else int(listening_socket),
             )

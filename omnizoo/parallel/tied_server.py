@@ -1,6 +1,6 @@
-"""The first module that multiprocessing's fork server imports. The import ties the server to its parent.
+"""The first module that multiprocessing's fork server imports. The import makes the server end with its parent.
 
-multiprocessing runs no other code of ours in the server.
+An import is the only way to run our code in the server.
 """
 
 from omnizoo.parallel.parent_death import tie_server

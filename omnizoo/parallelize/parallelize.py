@@ -83,7 +83,7 @@ def parallelize_model(
 def dispatch_experts(
     model: nn.Module, facts: ModelFacts, media: MediaModel, mesh: Mesh, recomputation: Recomputation
 ) -> None:
-    """Make the model compute its experts with `dispatched`.
+    """Make the model compute its experts with `dispatched` (models/interfaces/experts.py).
 
     If `ep` is larger than 1, tokens are sent to the ranks that hold their experts.
     """

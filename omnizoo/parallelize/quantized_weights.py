@@ -37,7 +37,7 @@ def plain_names(model: nn.Module) -> set[str]:
 
 
 def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
-    """Run `load` with unquantized parameters in place of quantized parameters, then quantize the loaded weights.
+    """Replace quantized parameters with unquantized ones, run `load`, and quantize the loaded weights.
 
     `load` fills parameters of `model` from files and returns the names that the files lack. Until `load` returns, each
     rank holds its local shards of these weights without quantization.
@@ -77,7 +77,7 @@ def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Paramete
 
 
 def quantized(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor), with codes and scales in place of weights that are quantized in `model`."""
+    """Yield (name, full tensor). For weights that are quantized in `model`, yield codes and scales."""
     quantized_by_name = quantized_weights(model)
     for name, tensor in weights:
         if name not in quantized_by_name:

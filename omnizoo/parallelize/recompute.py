@@ -82,7 +82,7 @@ class Switch:
         """Run the block once in each mode, and set `meters[mode]`."""
 
         def as_leaf(x: torch.Tensor) -> torch.Tensor:
-            """Return a leaf with gradient, like the output of the previous block."""
+            """Return a leaf tensor that requires a gradient, like the output of the previous block."""
             return x.detach().requires_grad_() if x.is_floating_point() else x
 
         args, kwargs = tree_map_only(torch.Tensor, as_leaf, (args, kwargs))
@@ -133,7 +133,7 @@ def switches(model: nn.Module) -> dict[str, Switch]:
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Set the recompute mode of each block in `modes`, which is keyed by block name."""
+    """Set the recompute mode of each block. The keys of `modes` are block names."""
     for name, switch in switches(model).items():
         switch.mode = modes[name]
 
@@ -160,7 +160,7 @@ def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
 
 
 def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
-    """Exclude the FSDP hooks of `unit`, which is inside a block, from selective recomputation.
+    """Exclude the FSDP hooks of `unit` from selective recomputation. `unit` is inside a block.
 
     The hooks run different operators in the forward pass and in recomputation, so their operators cannot be matched.
     """

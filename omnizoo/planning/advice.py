@@ -1,4 +1,4 @@
-"""Find config changes with which a step fits in memory, by trying them in dry runs."""
+"""Find config changes that make a step fit in memory, by trying them in dry runs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def possible_changes(config: Config, place: Place, result: Result) -> Iterator[d
 
 
 def with_changes(config: Config, changes: dict[str, Any]) -> Config:
-    """Return `config` with `changes`, which maps dotted keys (`section.name`) to new values."""
+    """Return `config` with `changes`, a mapping from dotted keys (`section.name`) to new values."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

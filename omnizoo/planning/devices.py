@@ -12,7 +12,7 @@ from omnizoo.config.errors import UserError
 class Device:
     """Properties of an accelerator. A value of 0 means that the property is unknown."""
 
-    memory_gb: float  # advertised size in GB, used as GiB, which is closer to the real size of 80 GB devices
+    memory_gb: float  # advertised size in GB, used as GiB: this is closer to the real size of 80 GB devices
     per_node: int = 8  # devices per node
     bf16_tflops: float = 0.0  # peak of dense matmuls with fp32 accumulation
     inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, in one direction

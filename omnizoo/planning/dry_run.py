@@ -230,7 +230,7 @@ def run_steps(
 
 
 def without_weights(model: ModelSection) -> ModelSection:
-    """Return a copy of the model section with which only config.json is read, but no weights."""
+    """Return a copy of the model section that makes the build read only config.json, without weights."""
 
     def path_to_config(section: SubmoduleSettings | ModelSection) -> dict[str, Any]:
         return {"path": None, "config": section.path} if section.path else {}
@@ -253,7 +253,7 @@ def without_weights(model: ModelSection) -> ModelSection:
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move the buffers that a constructor computed on the host to `device`.
 
-    FSDP would move them in place, which fake tensors do not support.
+    FSDP would move them in place, but fake tensors do not support this.
     """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -270,7 +270,7 @@ def fill_sizes(model: nn.Module, config: Config) -> None:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the size of the vocabulary, which is the width of the logits; 0 if the model has no output embeddings."""
+    """Return the size of the vocabulary (the width of the logits); 0 if the model has no output embeddings."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     weight = getattr(head, "weight", None)
     return 0 if weight is None else int(weight.shape[0])
@@ -284,7 +284,7 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
 
     Args:
         config: The user's config.
-        model: The model, which determines the vocabulary.
+        model: The model. It determines the vocabulary.
         balancer: Provides the cost of a pack and the number of ranks that load packs.
         media: Settings of the model for the data loader.
     """

@@ -137,8 +137,8 @@ class FakeDevice(FakeTensorMode):
             # FSDP calls this function after it has gathered the weights of a frozen component for a backward pass that
             # does not take place.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
-            # A function mode would also work, but torch would call it for every attribute of every tensor, which takes
-            # half of the time of a plan.
+            # A function mode would also work, but torch would call it for every attribute of every tensor. This would
+            # take half of the time of a plan.
             replaced((torch, "tensor", self._tensor)),
             tensors_built_on_host(),
             self,
@@ -152,7 +152,7 @@ class FakeDevice(FakeTensorMode):
         return self._on_host(tensor).tolist()
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replacement for `torch.tensor`, which reads tensors in a list without calling dispatch modes."""
+        """Replacement for `torch.tensor`. The original reads tensors in a list without calling dispatch modes."""
         if isinstance(data, list | tuple):
             data = tree_map_only(FakeTensor, self.read, data)
         return _TORCH_TENSOR(data, *args, **kwargs)
@@ -263,7 +263,7 @@ class FakeDevice(FakeTensorMode):
         if values is not None:
             return values
         self.guessed[calling_line()[0]] += 1
-        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # an expanded scalar, which takes no memory
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # an expanded scalar takes no memory
 
     def _to_host(self, name: str, source: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Copy a tensor to the host, and count the host sync."""
@@ -282,7 +282,7 @@ class FakeDevice(FakeTensorMode):
         return values.to(kwargs.get("dtype") or source.dtype, copy=self.values_of(source) is not None)
 
     def _by_mask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an indexing operator with indices instead of its masks, whose values are known."""
+        """Run an indexing operator with indices instead of masks. The values of the masks are known."""
         indices: list[Any] = []
         for index in args[1]:
             if _is_mask(index):

@@ -25,7 +25,7 @@ class Sync:
     where: str  # file:line; a line of OmniZoo if any caller is in OmniZoo
     function: str  # function that contains the line
     kind: str  # `value` (read of a value), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
-    detail: str  # the operator, and the line that called it if that is another line than `where`
+    detail: str  # the operator, and the line that called it if it differs from `where`
 
 
 def find_sync(kind: str, operator: str) -> Sync:
@@ -62,7 +62,7 @@ def calling_line() -> tuple[str, str, str]:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the calling function."""
+    """Return the name of the function of `frame`; for comprehensions and lambdas, the name of the calling function."""
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
         frame = frame.f_back
     return frame.f_code.co_name

@@ -167,7 +167,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def timeline(self) -> Timeline:
         """Return the memory by part over the step."""
-        events = list(self._events)  # copied, because garbage collection may free tensors, which adds events
+        events = list(self._events)  # copied, because garbage collection may free tensors and thereby add events
         changes = np.zeros((len(PARTS), len(events) + 1), np.int64)
         for block, size, _ in self._base:
             changes[PARTS.index(block.part), 0] += size

@@ -106,7 +106,7 @@ def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Te
     """Return the number of bytes that an operator reads and writes if it is not fused with others."""
     written_bytes = sum(size_of(tensor) for tensor in written)
     read_bytes = [size_of(tensor) for tensor in read]
-    if name == "all_gather_copy_in":  # an operator of FSDP, which writes only this rank's part of the buffer
+    if name == "all_gather_copy_in":  # this operator of FSDP writes only this rank's part of the buffer
         return 2 * sum(read_bytes[:-1])
     if name in SPARSE_WRITES:
         return 3 * sum(read_bytes[1:])

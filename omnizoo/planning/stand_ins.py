@@ -4,7 +4,7 @@
   fused kernel, as on an accelerator. This operator saves queries, keys, values, output and log-sum-exp.
 - Recurrent layers: the packages that contain their kernels may not be installed. The stand-ins allocate and save the
   same tensors as these kernels.
-- Routing: the number of rows of each expert depends on values, which are unknown. With the stand-in, the simulated rank
+- Routing: the number of rows of each expert depends on unknown values. With the stand-in, the simulated rank
   sends the same number of rows to each rank, and receives `imbalance` times as many rows as it sends.
 - Data: the simulated rank loads all packs of the step, because there are no other ranks.
 - Host memory: the bytes of offloaded tensors are counted, but the tensors are not stored.
@@ -60,7 +60,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return sent, received
 
     def from_this_rank(message: bytes, group: object = None) -> list[Any]:
-        """Return the gathered messages: that of this rank, and messages without packs from the other ranks."""
+        """Return the gathered messages: the message of this rank, and messages without packs from the other ranks."""
         local_message = np.frombuffer(message, np.uint8)
         table, (status,) = decode_messages([local_message])
         empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
@@ -76,7 +76,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return [received if other == rank else [] for other in range(world)]
 
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
-        # `Module.to` swaps fake parameters with copies, which fails if there are weak references to the parameters. The
+        # `Module.to` swaps fake parameters with copies. This fails if there are weak references to the parameters. The
         # swap is skipped if neither the device nor the dtype changes.
         if (old.device, old.dtype) != (new.device, new.dtype):
             swap_tensors(old, new)  # type: ignore[no-untyped-call]  # the function of torch has no types
@@ -120,7 +120,7 @@ class HostMemory:
         self.change(-size)
 
     def change(self, size: int) -> None:
-        """Add `size` bytes, which may be negative, and update the peak."""
+        """Add `size` bytes (may be negative) and update the peak."""
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
 

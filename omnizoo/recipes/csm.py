@@ -41,5 +41,5 @@ RECIPE = Recipe(
     merge_features=merge_frame_embeddings,
     media_modules=(MediaModule("audio", "decoder", "depth_decoder"),),
     speaker_format=SpeakerFormat("{bos_token}[{role}]", "{eos_token}", r"\d+", 'a speaker by number, such as "0"', "0"),
-    uninitialized=("MimiEuclideanCodebook.embed_sum",),  # initialized to zeros, which map all audio to one code
+    uninitialized=("MimiEuclideanCodebook.embed_sum",),  # zeros by default; they would map all audio to one code
 )

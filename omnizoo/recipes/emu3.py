@@ -1,4 +1,4 @@
-"""Emu3: reads and generates images as tokens of its vocabulary, which its own VQ model computes.
+"""Emu3: reads and generates images as tokens of its vocabulary. Its own VQ model computes these tokens.
 
 Images may have any shape; each row of codes ends with a special token.
 """

@@ -1,4 +1,4 @@
-"""Complete Qwen2.5-Omni: the thinker, the talker as its follower, and the codec (token2wav), which is never trained."""
+"""Complete Qwen2.5-Omni: the thinker, the talker as its follower, and a codec (token2wav) that is never trained."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Complete Qwen3-Omni: the thinker, the talker as its follower, and the codec, which is never trained."""
+"""Complete Qwen3-Omni: the thinker, the talker as its follower, and a codec that is never trained."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Charts of one or several runs. templates/charts.js draws their curves, which are passed to it as JSON.
+"""Charts of one or several runs. templates/charts.js draws their curves from JSON.
 
 Every metric in `metrics.jsonl` gets a chart. A new metric needs no change in this file.
 """
@@ -145,7 +145,7 @@ ChartGroups = list[tuple[str, list[Chart]]]  # (title, charts)
 
 
 def buckets_per_curve(groups: ChartGroups) -> int:
-    """Return the number of buckets per curve with which all charts have at most about `MAX_POINTS` points."""
+    """Return a number of buckets per curve that limits all charts to about `MAX_POINTS` points."""
     num_curves = sum(len(chart.curves) for _, charts in groups for chart in charts)
     return max(20, MAX_POINTS // (2 * max(1, num_curves)))
 
@@ -187,7 +187,7 @@ def _is_comparable(histories: Mapping[str, History]) -> bool:
 
 
 def other_held_out_terms(history: History) -> list[str] | None:
-    """Return the terms of the held-out loss if they differ from those of the training loss, otherwise None."""
+    """Return the terms of the held-out loss if they differ from the terms of the training loss, otherwise None."""
     terms = [key.removeprefix("loss/") for key in history.keys if key.startswith("loss/")]
     held_out_terms = [key.removeprefix("eval/loss/") for key in history.keys if key.startswith("eval/loss/")]
     if not held_out_terms or set(held_out_terms) == set(terms):
@@ -247,7 +247,7 @@ def _is_log(key: str, finite: Sequence[float]) -> bool:
 
 
 def _drawn_points(history: History, key: str) -> tuple[tuple[int, str], ...]:
-    """Return the rounded points of a curve, which are equal for metrics that differ only by rounding errors."""
+    """Return the rounded points of a curve. Metrics that differ only by rounding errors have equal points."""
     values = zip(history.steps, history.values(key), strict=True)
     return tuple((step, f"{value:.6g}") for step, value in values if math.isfinite(value))
 

@@ -56,7 +56,7 @@ class History:
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Return the exponential moving average of values, which is not delayed because it also uses later values.
+    """Return the exponential moving average of values in both directions, so it is not delayed.
 
     Args:
         values: The values. NaN and infinity are ignored.

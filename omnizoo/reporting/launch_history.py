@@ -59,7 +59,7 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
 
 
 def command() -> str:
-    """Return the command line of this process, which a user can run again.
+    """Return the command line of this process in a form that a user can run again.
 
     The launcher removes `--nproc` from the command line of the ranks. The `facts` of a record contain the number of
     ranks.

@@ -35,8 +35,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _line(row: Mapping[str, Any]) -> str:
     """Return the line of `metrics.jsonl` for the metrics of a step."""
-    # Non-finite values are stored as the strings NaN, Infinity and -Infinity, which float() and JavaScript's Number()
-    # parse.
+    # Non-finite values are stored as the strings NaN, Infinity and -Infinity. float() and JavaScript's Number() parse
+    # them.
     plain = {k: json.dumps(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(plain, allow_nan=False) + "\n"
 

@@ -29,7 +29,7 @@ def cell_text(value: Any) -> str:
 
 
 def is_number_text(value: Any) -> bool:
-    """Whether a table cell contains a number, which is right-aligned. It may have a unit prefix or a percent sign."""
+    """Whether a table cell contains a number, to right-align it. It may have a unit prefix or a percent sign."""
     return NUMBER.fullmatch(str(value)) is not None
 
 

@@ -35,7 +35,7 @@ class ReportSection:
 
     Args:
         title: Heading of the section.
-        html: Content, which is inserted verbatim. The caller must escape text that comes from data.
+        html: Content. It is inserted verbatim, so the caller must escape text that comes from data.
     """
 
     title: str

@@ -56,7 +56,7 @@ class Engine:
     """A model with its optimizer and losses on a mesh.
 
     Collective: all ranks must call every method with the same arguments. Results are the same on all ranks, except for
-    those of `weights`.
+    the results of `weights`.
 
     Attributes:
         model: The sharded model.
@@ -118,7 +118,7 @@ class Engine:
         Args:
             config: Path of a config file, its content as a mapping, or a `Config`.
             overrides: Command line arguments that change the config: `["--train.lr", "1e-3"]`.
-            model: A model object to train instead of the one in the config.
+            model: A model object to train instead of the model in the config.
             tokenizer: The tokenizer of `model`.
 
         Yields:

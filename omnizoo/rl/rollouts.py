@@ -30,7 +30,7 @@ class Rollout:
     Per-token values have one number for each token of the response.
 
     Args:
-        prompt: Token ids, a string, or chat messages, which may contain media as in rows. Strings and messages are
+        prompt: Token ids, a string, or chat messages. Messages may contain media, as in rows. Strings and messages are
             rendered with the chat template, up to the start of the response.
         answer: Token ids of the response, including the token that ends it.
         advantage: One value for the whole response, or one per token.
@@ -54,7 +54,7 @@ class Rollout:
 
 
 class RolloutRows(PythonRows):
-    """A row source without rows, which names the rollout in errors about media."""
+    """A row source without rows. It names the rollout in errors about media."""
 
     def __init__(self) -> None:
         super().__init__([], "rollouts", HERE)

@@ -122,7 +122,7 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 
 
 def dropout_of_media(model: nn.Module) -> list[str]:
-    """Return the active dropout of encoders, followers and decoders, which the probe does not run."""
+    """Return the active dropout of encoders, followers and decoders. The probe does not run these modules."""
     media = media_model(model)
     described = []
     for role in ("encoder", "follower", "decoder"):
@@ -137,7 +137,7 @@ def dropout_of_media(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager that silences transformers, which has already logged the same messages about the full model."""
+    """Context manager that silences transformers, because it has logged the same messages about the full model."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:

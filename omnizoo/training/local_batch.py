@@ -43,7 +43,7 @@ class LocalBatch:
         columns: Further values per token, `[tokens]`, or per target, `[targets]`, depending on the column.
         num_packs: Number of packs in the micro-batch.
         num_samples: Number of samples in the micro-batch.
-        is_empty: Whether this rank has no tokens. It runs the model on a dummy token, which is excluded from losses.
+        is_empty: Whether this rank has no tokens. It runs the model on a dummy token; losses exclude this token.
         preferences: Roles and content hashes of the samples; None for a micro-batch without preferences.
         samples_by_role: Sample numbers, keyed by role. In a pair, the rejected response follows the chosen one.
         likely: Log-likelihoods of the targets of each decoder in the last forward pass, if a loss needs them.
@@ -60,7 +60,7 @@ class LocalBatch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Token ids to predict, `[targets]`, one per row of the logits."""
+        """Token ids to predict, `[targets]`. Each row of the logits has one target."""
         return self.columns["labels"]
 
     @property

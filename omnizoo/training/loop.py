@@ -46,7 +46,7 @@ def train(
         config: Path of a YAML file, a mapping, or a config.
         on_failure: Called with the rank and the error when a rank fails.
         model: Used in place of `model.path` or `model.module`: a Hugging Face model, or a module with the same call
-            signature. Training updates a copy, which starts from the weights of the model on rank 0.
+            signature. Training updates a copy. The copy starts from the weights of the model on rank 0.
         tokenizer: Used in place of `model.tokenizer`.
         data: Used in place of `data.sources`: a list of dicts, a `datasets.Dataset` or a torch dataset.
         eval_data: Used in place of `data.eval_sources`.

@@ -220,7 +220,7 @@ class LanguageObjective(Objective):
         return Head(self.model, hidden_losses[0].who) if hidden_losses else None
 
     def _record_routers(self, media: MediaModel) -> RouterRecorder:
-        """Return a recorder of the model's routers, except those of followers.
+        """Return a recorder of the model's routers, except routers of followers.
 
         Warn if a loss needs routers but none exist.
         """
@@ -243,7 +243,7 @@ class LanguageObjective(Objective):
             self.token_losses = token_losses
 
     def loss_counts(self, totals: StepTotals) -> dict[str, float]:
-        """Return the denominator of each loss term and metric, keyed by name. `totals` are those of all ranks."""
+        """Return the denominator of each loss term and metric, keyed by name. `totals` cover all ranks."""
         counts: dict[str, float] = {}
         for loss in self.token_losses:
             counts[loss.name] = loss.count(totals)
@@ -348,8 +348,8 @@ def build_objective(
         model: The model, sharded and with weights.
         mesh: The mesh that the model is distributed over.
         config: The config of the run.
-        losses: Losses to use in place of those of `train.losses`.
-        extra_losses: Losses to add to those of `train.losses`, keyed by name. Their weight is 1.
+        losses: Losses to use instead of `train.losses`.
+        extra_losses: Losses in addition to `train.losses`, keyed by name. Their weight is 1.
 
     Returns:
         The objective, for `train_step` or for a custom loop.

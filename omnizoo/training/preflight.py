@@ -82,7 +82,7 @@ def check_model(model: nn.Module, config: Config, mesh: Mesh, checkpoint_dir: Pa
         model: The model, on the meta device.
         config: The config of the run.
         mesh: The mesh that the model will be distributed over.
-        checkpoint_dir: The checkpoint folder, whose disk space is checked.
+        checkpoint_dir: The checkpoint folder. Its disk must have enough free space.
 
     Raises:
         UserError: If ranks have different models, if the model is not causal or mixes packed samples, or if there is
@@ -159,7 +159,7 @@ def warn_about_probe(result: ProbeResult, model: nn.Module, layout: Layout, micr
     else:
         return
     log.warning(
-        "The model uses random numbers in training (%s) and %s. Losses will match those of other layouts only "
+        "The model uses random numbers in training (%s) and %s. Losses of different layouts will match only "
         "statistically. Set these options to 0 for losses that do not depend on the layout.",
         ", ".join(random_settings),
         reason,

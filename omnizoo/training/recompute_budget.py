@@ -77,7 +77,7 @@ def apply_recompute_budget(
         objective: The objective of the run. Without a budget in its config, nothing is changed.
         data: The data of a step, to measure blocks on.
         saved: The result of `saved_choice` in the checkpoint that the run resumes from; None for a new run.
-        memory: Device memory per rank in bytes (default: that of the device).
+        memory: Device memory per rank in bytes (default: the memory of the device).
 
     Returns:
         A description of the choice, for the start-up table.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Recorder:
     """Context manager that writes the files in the run folder, shows the progress line and calls callbacks, on rank 0.
 
-    `on_end` of callbacks, which writes the report, is called even if the run fails.
+    `on_end` of callbacks writes the report. It is called even if the run fails.
     """
 
     def __init__(self, run: "RunContext", facts: dict[str, str], clock: StartClock) -> None:
@@ -99,7 +99,7 @@ class Recorder:
                 self._callbacks.end("failed", named_line(error))
             else:
                 self._callbacks.end("stopped")
-            # Only a warning, because the error of the run itself is raised.
+            # This is only a warning, because the error of the run is raised.
             if self._callbacks.failure != earlier_failure:
                 self.print(f"warning: {self._callbacks.failure}")
 

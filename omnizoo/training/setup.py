@@ -110,7 +110,7 @@ class TrainingSetup:
     saved: Mapping[str, Any]  # `state.json` of the checkpoint that the run resumes from; empty for a new run
 
     def identity(self) -> dict[str, Any]:
-        """Return the run id and the adapter record, which every checkpoint of the run stores."""
+        """Return the run id and the adapter record. Every checkpoint of the run stores them."""
         record: dict[str, Any] = {"run": self.start.run}
         if self.adapter is not None:
             record["adapter"] = self.adapter
@@ -149,7 +149,7 @@ class RunContext:
 
 
 def load_run_config(config: str | Path | Mapping[str, Any] | Config, **objects: Any) -> Config:
-    """Return the config of a run, with Python objects in place of the paths in the config.
+    """Return the config of a run. Python objects replace paths in the config.
 
     Args:
         config: Path of a YAML file, a mapping, or a config.
@@ -248,8 +248,8 @@ def set_up_training(
         mesh: The mesh to distribute the model over.
         start: The checkpoint to start from, if any.
         has_optimizer: Whether to build an optimizer. Evaluation needs none.
-        losses: Losses to use in place of those of `train.losses`.
-        fill: Sets the weights of the sharded model in a dry run, in place of loading them.
+        losses: Losses to use instead of `train.losses`.
+        fill: Sets the weights of the sharded model in a dry run. By default, weights are loaded.
         done: Called with the name of each part of the set-up when it is finished.
 
     Raises:
@@ -388,7 +388,7 @@ def _open_data(bundle: ModelBundle, mesh: Mesh) -> tuple[Loader, Reader | None, 
 
 
 def _restore_loader(loader: Loader, saved: Mapping[str, Any], start: StartingPoint, mesh: Mesh) -> None:
-    """Set the data position of the loader to that of the checkpoint."""
+    """Set the data position of the loader to the position in the checkpoint."""
     position = saved["loader"]
     if position is None:
         raise UserError(

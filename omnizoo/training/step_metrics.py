@@ -21,7 +21,7 @@ class StepTimer:
         self.total = 0.0  # includes the wait for data
 
     def wait_for_data(self) -> None:
-        """Start the measurement of a step, which begins with the wait for its data."""
+        """Start the measurement of a step. A step begins with the wait for its data."""
         self._started_at = time.perf_counter()
 
     def data_ready(self) -> None:

@@ -22,7 +22,7 @@ from omnizoo.verification.trial import Trial, run_trial
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Maximum differences with which a layout passes."""
+    """Maximum differences of a layout that passes."""
 
     loss: float  # maximum relative difference
     gradient: float  # maximum difference, relative to the norm of each tensor
@@ -205,7 +205,7 @@ def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
         usual_error = relative(rounded.activations[name], expected)
         if not error <= allowed(usual_error):
             return f"the first difference is the output of {name} ({error:.1e}; one process in bf16: {usual_error:.1e})"
-    return "activations of the first pack are as close to fp32 as those of one process"
+    return "activations of the first pack are as close to fp32 as in one process"
 
 
 def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -142,7 +142,7 @@ def check_dropout(model: nn.Module) -> None:
 def parse(name: str, world: int) -> Layout:
     """Return the layout with a short name such as `rep2.dp2.uly2.ring2.ep2`.
 
-    Omitted axes have size 1, except `dp`, which defaults to the remaining ranks of the world.
+    Omitted axes have size 1. If `dp` is omitted, it takes the remaining ranks of the world.
     """
     axes = SHORT | {"sp": "ulysses"}
     sizes: dict[str, int] = {}

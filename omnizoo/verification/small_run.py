@@ -36,7 +36,8 @@ def shrink(config: Config, world: int, precision: str) -> Config:
             "model config turns off. Verify the model without them."
         )
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
-    # Packs keep their size if they contain media items or preference pairs, which might not fit into smaller packs.
+    # Packs keep their size if they contain media items or preference pairs, because these might not fit into smaller
+    # packs.
     if not reads_media(config.model) and config.preference_pairs == "refused":
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
     parallel: dict[str, Any] = {}

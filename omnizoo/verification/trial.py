@@ -50,7 +50,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
 
     Args:
         config: The scaled-down config.
-        layout: The layout, whose size must be the world size of `process`.
+        layout: The layout. Its size must be the world size of `process`.
         process: This rank.
     """
     config = config.changed(parallel=asdict(layout))
@@ -76,7 +76,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             all_rounded = itertools.chain.from_iterable(mesh.gather(rounded))
             rounded = list(dict.fromkeys(all_rounded))  # without duplicates
             result = train_step(objective, optimizer, data, step)
-            # Undo clipping. If the norm were wrong, every clipped gradient would differ, which would hide the cause.
+            # Undo clipping. If the norm were wrong, every clipped gradient would differ and hide the cause.
             clip_factor = 1.0
             if config.train.grad_clip:
                 clip_factor = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6))

@@ -1,6 +1,7 @@
 """Measure the CPU seconds of tests, which unlike wall-clock time do not depend on the load of the machine.
 
-    CPU_SECONDS=/tmp/cost PYTHONPATH=tests pytest -p cpu_seconds ...     writes /tmp/cost.*.jsonl, one per worker
+    export PYTHONPATH=tests/support
+    CPU_SECONDS=/tmp/cost pytest -p cpu_seconds ...         writes /tmp/cost.*.jsonl, one file per worker
     python tests/support/cpu_seconds.py /tmp/cost.*.jsonl   prints totals of all tests, files and tests
 
 Child processes are included, ranks as well: their time is added to the parent when they end. A process that outlives

@@ -335,7 +335,7 @@ def _add_defaults(converted: Converted, trainer: Trainer) -> None:
 
 
 def _complete_betas(converted: Converted, defaults: list[float]) -> None:
-    """Fill in the beta that is not set."""
+    """Set missing betas of the optimizer to the defaults of the other trainer."""
     kind = converted.get("optimizer.kind")
     if kind not in (None, "adamw", "muon", "adamw_8bit"):
         return
@@ -349,7 +349,7 @@ def _complete_betas(converted: Converted, defaults: list[float]) -> None:
 
 
 def _keep_one_length(converted: Converted) -> None:
-    """Remove one of two keys that exclude each other. Steps take precedence, as in the other trainers."""
+    """If two keys exclude each other, remove one of them. Steps take precedence, as in the other trainers."""
     for kept, removed in (("train.steps", "train.epochs"), ("train.warmup_steps", "train.warmup_ratio")):
         value = converted.get(removed)
         if converted.get(kept) and value is not None:
@@ -400,7 +400,7 @@ def _make_valid(converted: Converted) -> None:
 
 
 def _reject(converted: Converted, loc: tuple[int | str, ...], message: str) -> None:
-    """Turn the key at `loc`, or the one that `message` starts with, into a comment."""
+    """Turn the key at `loc`, or the key at the start of `message`, into a comment."""
     named = message.split()[0].rstrip(":") if message.startswith(OURS) else ""
     parts = named.split(".") if named else [str(part) for part in loc]
     for length in range(len(parts), 1, -1):

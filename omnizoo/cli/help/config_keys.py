@@ -24,7 +24,8 @@ def print_sections(prog: str) -> None:
     console.print(table)
     console.print(
         Text(
-            "\nSet any key in CONFIG, or as --section.key VALUE, which takes precedence. Values are YAML. Paths are "
+            "\nSet any key in CONFIG, or as --section.key VALUE. The command line takes precedence. Values are YAML. "
+            "Paths are "
             "relative to the working directory."
         )
     )

@@ -1,4 +1,4 @@
-"""Find config settings with which the rows of a dataset can be read.
+"""Find config settings that make the rows of a dataset usable.
 
 The command tries rows. The error about a bad row may contain config values with which the row can be used
 (`omnizoo.data.row.Fix`). These values are set, and the rows are tried again, until they can be used. Values that only
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omnizoo.training.setup import ModelBundle
 
 MAX_ROWS = 512  # maximum number of rows to try
-MAX_BAD = 0.1  # maximum share of bad rows, which the run will skip
+MAX_BAD = 0.1  # maximum share of bad rows; the run will skip them
 MAX_FOLDERS = 2000  # maximum number of folders in which media files are searched
 CHARACTERS_PER_TOKEN = 4  # rough number for English text
 SOURCE = "data.sources.0"
@@ -38,11 +38,11 @@ PLACEHOLDERS: dict[str, Any] = {
 
 @dataclass
 class DatasetSettings:
-    """Config sections with which the rows of a dataset can be read, and the reasons for their values."""
+    """Config sections that make the rows of a dataset usable, and the reasons for their values."""
 
     sections: dict[str, dict[str, Any]]  # `model`, `data`, and `train` if it sets the losses
     template_file: Path  # chat template to write if the rows cannot use the template of the tokenizer
-    fixed: frozenset[str]  # keys from the command line, which no fix changes
+    fixed: frozenset[str]  # keys from the command line; no fix changes them
     pins: dict[str, str]  # names on the hub with their commits, by key
     splits: tuple[str, str] | None  # names of the training and evaluation splits of the source
     comments: dict[str, str] = field(default_factory=dict)  # reason for each key that a fix has set
@@ -59,7 +59,7 @@ class DatasetSettings:
         return with_values(load_config(deepcopy(self.sections)), self.pins)
 
     def unread_source(self) -> SourceSettings:
-        """Return the source with only its path, which is enough to open it without interpreting its rows."""
+        """Return the source with only its path. This is enough to open it without interpreting its rows."""
         return SourceSettings(path=self.pins.get(f"{SOURCE}.path", self.source.get("path")))
 
     def apply(self, fix: Fix) -> bool:

@@ -23,7 +23,7 @@ def source_text(source: Mapping[str, Any], anchor: str = "", alias: str = "") ->
     Args:
         source: The settings.
         anchor: Key whose value gets a YAML anchor; "" for no anchor.
-        alias: Key whose value is replaced with a YAML alias, which refers to the anchor; "" for no alias.
+        alias: Key whose value is replaced with a YAML alias of the anchor; "" for no alias.
     """
     items = []
     for name, value in source.items():

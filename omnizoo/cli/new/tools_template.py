@@ -23,7 +23,7 @@ def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) 
     from omnizoo.data.rendering.template_sandbox import REASONING
 
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several named templates; transformers uses the one for tools if a row has tools
+    if isinstance(template, dict):  # named templates; transformers selects one by the tools of a row
         template = "\n".join(template.values())
     if not template:
         return [Fix(TEMPLATE_KEY, str(template_file), "the rows are chats, but the tokenizer has no chat template")]

@@ -18,7 +18,7 @@ Status = Literal["copied", "by hand", "not needed", "unsupported"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What corresponds to some keys of another trainer."""
+    """The counterpart of some keys of another trainer."""
 
     names: tuple[str, ...]  # dotted keys, or glob patterns
     status: Status
@@ -46,7 +46,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its name, its rules, and its defaults that differ from those of OmniZoo."""
+    """Another trainer: its name, its rules, and its defaults where they differ from OmniZoo."""
 
     name: str  # as in `--from`
     title: str

@@ -1,4 +1,4 @@
-"""Rules for the arguments of transformers' Trainer, which LLaMA-Factory, ms-swift, TRL and axolotl accept, too."""
+"""Rules for the arguments of transformers' Trainer. LLaMA-Factory, ms-swift, TRL and axolotl accept them, too."""
 
 from omnizoo.config.foreign.base import KEEP, by_hand, copied, not_needed, unsupported
 

@@ -8,7 +8,9 @@ from omnizoo.config import reference
 from omnizoo.config.foreign import axolotl, llama_factory, ms_swift, trl, veomni
 from omnizoo.config.foreign.base import Rule, Trainer
 
-TRAINERS = {module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)}
+TRAINERS: dict[str, Trainer] = {
+    module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)
+}
 MIN_DETECTED = 3  # keys of another trainer that make a file one of its configs
 UNIQUE = 3  # weight of a key that only one trainer has
 
@@ -24,12 +26,16 @@ def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 @cache
 def rules_by_name() -> dict[str, list[Rule]]:
-    """Return the rules of all trainers by name. The last part of a nested name is a name if it has two words."""
+    """Return the rules of all trainers by name in lower case.
+
+    The last part of a nested name is a name if it has two words.
+    """
     by_name: dict[str, list[Rule]] = {}
     by_last_part: dict[str, list[Rule]] = {}
     for trainer in TRAINERS.values():
         for rule in trainer.rules:
-            for name in rule.names:
+            for rule_name in rule.names:
+                name = rule_name.lower()
                 by_name.setdefault(name, []).append(rule)
                 last = name.rpartition(".")[2]
                 if "." in name and "_" in last:
@@ -80,7 +86,7 @@ def detect(fields: Mapping[str, Any]) -> Trainer | None:
 
 
 def detect_foreign(fields: Mapping[str, Any]) -> Trainer | None:
-    """Return the trainer of a config in which most keys are those of another trainer; None for our own configs."""
+    """Return the trainer of a config if most of its keys belong to another trainer; None for our own configs."""
     if any(not isinstance(name, str) for name in fields):
         return None
     known = {key.key for key in reference.all_keys()}

@@ -1,4 +1,4 @@
-"""Rules for the arguments of TRL: those of `trl sft` and its other commands, and of its example scripts."""
+"""Rules for the arguments of TRL: of `trl sft`, of its other commands, and of its example scripts."""
 
 from omnizoo.config.foreign.base import Trainer, by_hand, copied, not_needed, unsupported
 from omnizoo.config.foreign.hf_trainer import LORA, TRAINING_ARGUMENTS

@@ -125,8 +125,8 @@ class SubmoduleSettings(ConfigSection):
     """Dtype of the weights. Set it only together with `freeze: true`. Default: the dtype of the model."""
 
     recompute: Literal["none", "full", "selective"] | None = None
-    """Activations of this submodule that the backward pass recomputes. Default: `parallel.recompute`, which explains
-    the values."""
+    """Activations of this submodule that the backward pass recomputes. Default: `parallel.recompute`. Its description
+    explains the values."""
 
     @model_validator(mode="after")
     def _check_weight_source(self) -> "SubmoduleSettings":

@@ -52,8 +52,8 @@ class SourceSettings(ConfigSection):
 
     path: Text | None = None
     """Where the rows are: a JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets`
-    folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub, or an fsspec address such as `s3://...`, which is
-    copied to `data.cache_dir`."""
+    folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub, or an fsspec address such as `s3://...`. Files at
+    an address are copied to `data.cache_dir`."""
 
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Relative share of the source in the mix. Default: 1 if another source has a weight, otherwise the number of rows
@@ -142,9 +142,9 @@ class DataSection(ConfigSection):
     fits `train.packs_per_step` (docs/explanation/packing.md)."""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """Number of samples from which a lane selects those of the next pack. More samples fill packs better and need more
-    memory. Default: 256, or enough samples for two packs if these are more; and fewer for the first packs of a lane, so
-    that the run starts quickly."""
+    """Number of samples among which a lane selects the samples of the next pack. More samples fill packs better and
+    need more memory. Default: 256, or enough samples for two packs if that is more. The first packs of a lane use fewer
+    samples, so the run starts quickly."""
 
     overlong: Literal["truncate", "drop", "split"] | None = None
     """What happens to a sample that is longer than a pack: `truncate` removes its end without cutting through media,
@@ -172,8 +172,8 @@ class DataSection(ConfigSection):
     are used; a pattern only matches fields that nothing uses."""
 
     chat_template: Text | None = None
-    """File with a Jinja chat template that replaces the one of the tokenizer. Set it for a base model without a chat
-    template. The template is saved with checkpoints and exports."""
+    """File with a Jinja chat template that replaces the tokenizer's chat template. Set it for a base model without a
+    chat template. The template is saved with checkpoints and exports."""
 
     template_options: TemplateOptions = Field({})
     """Variables for the chat template, such as `{enable_thinking: false}`. They apply to training, evaluation and

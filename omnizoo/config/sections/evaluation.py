@@ -23,7 +23,7 @@ class MetricSettings(NamedSettings):
     """Further keyword arguments of the plugin function."""
 
     name: MetricName | None = None
-    """Name of the metric, which is logged as `eval/NAME`. Default: the kind, or the name of the plugin function."""
+    """Name of the metric. It is logged as `eval/NAME`. Default: the kind, or the name of the plugin function."""
 
     higher_is_better: bool = True
     """Whether higher values of the metric are better. `checkpoint.best` and `evaluation.early_stop` use it."""

@@ -22,7 +22,7 @@ class EncoderSettings(SubmoduleSettings):
 
     kind: Text | None = None
     """Built-in name (docs/reference/components.md), or `package.module:Class` of a plugin. A composed model requires
-    it. Leave it unset for a multimodal Hugging Face model, which has its own encoders and decoders."""
+    it. Leave it unset for a multimodal Hugging Face model: such a model has its own encoders and decoders."""
 
     options: dict[str, Any] = Field({})
     """Keyword arguments of the encoder or decoder class, such as `max_pixels` (docs/reference/components.md)."""
@@ -36,7 +36,7 @@ class DecoderSettings(EncoderSettings):
 
 
 class ProjectorSettings(NamedSettings):
-    """Settings of a projector, which maps encoder features to the width of the foundation."""
+    """Settings of a projector. A projector maps encoder features to the width of the foundation."""
 
     kind: Literal["linear", "mlp", "pixel_shuffle", "resampler", "none"] = "mlp"
     """Architecture of the projector (docs/reference/components.md). `pixel_shuffle` and `resampler` also reduce the
@@ -68,8 +68,8 @@ class MarkSettings(ConfigSection):
     """Token before each media item. It is added to the vocabulary if it is new. Default: `<|NAME_begin|>`."""
 
     placeholder: Text | None = None
-    """Placeholder token, which is repeated at the positions of a media item. It is added to the vocabulary if it is
-    new. Default: `<|NAME_pad|>`."""
+    """Placeholder token. It is repeated at the positions of a media item. It is added to the vocabulary if it is new.
+    Default: `<|NAME_pad|>`."""
 
     end: Text | None = None
     """Token after each media item. It is added to the vocabulary if it is new. Default: `<|NAME_end|>`."""
@@ -102,13 +102,13 @@ class AdapterSettings(ConfigSection):
 
     kind: Literal["lora", "dora", "rslora"] = "lora"
     """Kind of adapter. `lora` is plain LoRA. `dora` also trains the norm of each weight row. `rslora` scales the output
-    by alpha / sqrt(rank) instead of alpha / rank, which suits high ranks."""
+    by alpha / sqrt(rank) instead of alpha / rank; it suits high ranks."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)] = 16
     """Rank of the adapter matrices. A higher rank gives the adapter more capacity and needs more memory."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
-    """Numerator of the scale of the adapter's output, which is alpha / rank."""
+    """Numerator of the adapter's scale: the output of the adapter is multiplied by alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability for the adapter's input during training."""

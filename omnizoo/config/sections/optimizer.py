@@ -13,7 +13,7 @@ OptimizerKind = Annotated[Text, built_in_or_plugin(OPTIMIZERS, "optimizer")]
 
 
 class ParameterGroupSettings(ConfigSection):
-    """Settings for a group of parameters. A key that is not set has the same value as outside the group."""
+    """Settings for a group of parameters. A key that is not set keeps its value from outside the group."""
 
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = alternatives(
         ("freeze",), ("lr", "weight_decay", "kind", "options")
@@ -35,7 +35,7 @@ class ParameterGroupSettings(ConfigSection):
     `optimizer.weight_decay` and `optimizer.no_decay`."""
 
     kind: OptimizerKind | None = None
-    """Optimizer of the group. It accepts the same values as `optimizer.kind`, which is the default."""
+    """Optimizer of the group, with the same values as `optimizer.kind`. Default: `optimizer.kind`."""
 
     options: dict[str, Any] = Field({})
     """Keyword arguments of the group's optimizer. If the group has the same kind as `optimizer.kind`, they are added to
@@ -70,8 +70,8 @@ class OptimizerSection(ConfigSection):
     """Keys of `optimizer`."""
 
     kind: OptimizerKind = "adamw"
-    """Optimizer: `adamw`; `muon`, which uses Muon for hidden matrices and AdamW for other parameters; `adafactor`,
-    which needs little memory; `adamw_8bit`, which needs torchao; or `package.module:Class` of a plugin."""
+    """Optimizer: `adamw`; `muon` (Muon for hidden matrices, AdamW for other parameters); `adafactor` (needs little
+    memory); `adamw_8bit` (needs torchao); or `package.module:Class` of a plugin."""
 
     options: dict[str, Any] = Field({})
     """Keyword arguments of the optimizer, such as `betas`, `eps` or `momentum` (docs/reference/components.md)."""

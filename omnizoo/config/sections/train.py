@@ -40,7 +40,7 @@ class LossSettings(ConfigSection):
     """Keyword arguments of the loss (docs/reference/components.md), or of the plugin class."""
 
     name: MetricName | None = None
-    """Name of the loss, which is logged as `loss/NAME`. Default: `text` for `cross_entropy`, the kind for other
+    """Name of the loss. It is logged as `loss/NAME`. Default: `text` for `cross_entropy`, the kind for other
     built-in losses, the name of the class in lower case for plugins."""
 
     @property
@@ -89,9 +89,9 @@ class TrainSection(ConfigSection):
     """Peak learning rate."""
 
     schedule: Annotated[Text, built_in_or_plugin(SCHEDULES, "schedule")] = "cosine"
-    """Learning rate after warmup: `constant`; `linear` or `cosine`, which decay to `min_lr_ratio`; `wsd`
-    (warmup-stable-decay); or `package.module:function` of a plugin, which returns the learning rate for (train config,
-    step)."""
+    """Learning rate after warmup: `constant`; `linear` or `cosine` (decay to `min_lr_ratio`); `wsd`
+    (warmup-stable-decay); or `package.module:function` of a plugin. The function returns the learning rate for (train
+    config, step)."""
 
     warmup_steps: Steps = 0
     """Number of steps in which the learning rate rises linearly from zero to its peak."""
@@ -124,8 +124,8 @@ class TrainSection(ConfigSection):
     """Seed for random initialization, data order and dropout."""
 
     deterministic: bool = False
-    """Whether repeated runs on the same devices are bitwise equal. torch then uses deterministic algorithms, which may
-    be slower, and an operator without one is an error (docs/explanation/precision.md)."""
+    """Whether repeated runs on the same devices are bitwise equal. torch then uses deterministic algorithms. They may
+    be slower, and an operator without such an algorithm is an error (docs/explanation/precision.md)."""
 
     max_bad_steps: PositiveInt = 3
     """The run stops after this number of consecutive steps with a non-finite loss or gradient. Each such step is

@@ -1,4 +1,4 @@
-"""Collect the bad rows of data that is inspected, and group those with the same reason."""
+"""Collect bad rows while data is inspected, and group bad rows with the same reason."""
 
 import re
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ class InspectedLane(Lane):
         self.records: list[BadRowRecord] = []
         self.num_bad = [0] * len(self.sources)
         self.rows_read: list[set[int]] = [set() for _ in self.sources]
-        self.given_up: dict[int, str] = {}  # sources that are no longer read, and why their last row is unusable
+        self.given_up: dict[int, str] = {}  # abandoned sources, and why the last row of each is unusable
         self.with_usable_rows: set[int] = set()  # sources with at least one usable row
         self.is_repeated = False  # whether the current row was read before
 
@@ -80,7 +80,7 @@ class InspectedLane(Lane):
         return "" if i in self.with_usable_rows else self.given_up.get(i, "")
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
-        """Return the samples of a row. Record a bad row, which has no samples."""
+        """Return the samples of a row. If the row is bad, record it and return no samples."""
         self.is_repeated = row in self.rows_read[i]
         self.rows_read[i].add(row)
         try:
@@ -96,7 +96,7 @@ class InspectedLane(Lane):
             super()._count(split)
 
     def _check_usable(self, i: int, row: int, reason: str) -> None:
-        """Give up source `i` if too many of its rows are unusable."""
+        """Stop reading source `i` if too many of its rows are unusable."""
         if not reason:
             self.with_usable_rows.add(i)
         num_useless = max(self.num_bad[i], self.cursors[i].rows_without_sample)

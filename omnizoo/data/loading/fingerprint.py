@@ -36,7 +36,7 @@ ROWS_IN_MEMORY = 100_000  # number of rows that are hashed if the rows are a Pyt
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
-    """Return the size of a source in bytes, a hash of its layout (lengths of rows) and a hash of its content."""
+    """Return the size of a source in bytes, a hash of its row lengths and a hash of its content."""
     # Hash the rows as they are stored. Checkpoints store the keys `columns` and `take` separately.
     while isinstance(source, RenamedRows | RowSubset):
         source = source.source
@@ -172,5 +172,5 @@ def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> 
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a text, which may contain lone surrogates."""
+    """Return the hash of a text. The text may contain lone surrogates."""
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))

@@ -388,7 +388,7 @@ def shorten(shown: list[TokenText], limit: int) -> list[TokenText]:
 
 
 def visible(text: str) -> str:
-    """Escape control characters, which could change the state of a terminal. Line breaks are kept."""
+    """Escape control characters, because they could change the state of a terminal. Line breaks are kept."""
     return "".join(map(_visible_character, text))
 
 

@@ -77,8 +77,7 @@ class LaneAssignment:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank reports counters and bad rows. Among ranks that run the same lanes, only the lowest
-        does."""
+        """Whether this rank reports counters and bad rows. Of the ranks with the same lanes, only the lowest does."""
         return self.rank < math.gcd(self.lanes, self.world)
 
     def packs_of(self, lane: int, steps: int) -> int:
@@ -95,7 +94,8 @@ class LaneSteps(IterableDataset[LoadedStep]):
         reader: The data of the run.
         assignment: The lanes and packs of the rank.
         first_step: Index of the first step to load.
-        states: The state of each lane before `first_step`, by lane number; a lane without a state starts anew.
+        states: The state of each lane before `first_step`, by lane number; a lane without a state starts from the
+            beginning.
     """
 
     def __init__(

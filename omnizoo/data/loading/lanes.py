@@ -1,4 +1,4 @@
-"""A lane is one of the independent streams of packs that a run consists of.
+"""A lane is an independent stream of packs. A run consists of several lanes.
 
 The packs of a lane depend only on the `data` section, the seed and the number of the lane, and not on the rank or
 worker that runs it. The state of a lane consists of a few cursors and the ids of the samples in its packing window.
@@ -182,7 +182,7 @@ class Lane:
     def _choose_source(self) -> int | None:
         """Return the index of the source to read from; None if all sources are exhausted.
 
-        It is the source that is furthest behind its share of rows. The mix is therefore exact at any time.
+        The chosen source is furthest behind its share of rows. The mix is therefore exact at any time.
         """
         open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
@@ -227,12 +227,12 @@ class Lane:
             try:
                 return render(source.read(number), number)
             except BadRow as bad:
-                render()  # raises if the row itself is bad
+                render()  # raises an error if the row is bad
                 reason = str(bad)
         raise BadRow(f"the KTO baseline needs the response of another row, but none was usable: {reason}")
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, which can be written as JSON. It contains ids of samples and no content."""
+        """Return the state for `restore`: a value for JSON, with ids of samples instead of their content."""
         return {
             "cursors": [list(astuple(cursor)) for cursor in self.cursors],
             "window": [tuple(sample.id) for sample in self.packer.buffer],
@@ -240,7 +240,7 @@ class Lane:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from exactly the point at which `state` was saved. Samples in the packing window are read again.
+        """Set the lane to the position at which `state` was saved. Samples in the packing window are read again.
 
         Raises:
             UserError: If a row in the packing window has changed.

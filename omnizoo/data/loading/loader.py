@@ -75,7 +75,7 @@ def share_tensors(step: LoadedStep) -> LoadedStep:
 
 
 def identity(item: Any) -> Any:
-    """Return `item`. This is the collate function for workers, which must be picklable."""
+    """Return `item`. This is the collate function for workers. It is a named function because it must be picklable."""
     return item
 
 
@@ -152,7 +152,7 @@ class Loader:
         return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
 
     def stop(self) -> None:
-        """Stop waiting for workers, which may be stuck. You can call this while another thread runs `next_step`."""
+        """Stop waiting for workers, because they may be stuck. Another thread may run `next_step` at the same time."""
         self.is_stopped = True
 
     def _next_part(self, iterator: Iterator[LoadedStep]) -> LoadedStep | None:
@@ -210,7 +210,7 @@ class Loader:
         return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's lanes, which can be written as JSON.
+        """Return the state of this rank's lanes, as a value that JSON can represent.
 
         `merge_states` merges the states of all ranks into one state for `load_state_dict`.
         """
@@ -267,7 +267,7 @@ class Loader:
         """
         self.reader = reader
         self.config = reader.config
-        vars(self).pop("fingerprint", None)  # remove the cached fingerprint, which has the current shares
+        vars(self).pop("fingerprint", None)  # remove the cached fingerprint, because it contains the current shares
         if self.assignment.rank == 0:
             log.warning(
                 "data.sources: sources without weights are now mixed in proportion to their numbers of rows. This run "
@@ -275,7 +275,7 @@ class Loader:
             )
 
     def close(self) -> None:
-        """End the workers. You can still call `next_step`, which starts new workers."""
+        """End the workers. A later call of `next_step` starts new workers."""
         self.processes.end()
         self.iterator = None
         self.is_stopped = False

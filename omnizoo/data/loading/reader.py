@@ -36,8 +36,8 @@ class Reader:
         """Decode the media of an item, and return the item with its inputs.
 
         The result has several items if the encoder splits a long item. In a bf16 run, floating-point inputs of encoders
-        are converted to bf16, which halves the number of bytes to send. Inputs of decoders keep their precision,
-        because targets are computed from them.
+        are converted to bf16, to halve the number of bytes to send. Inputs of decoders keep their precision, because
+        targets are computed from them.
 
         Raises:
             BadMedia: If the media cannot be decoded.

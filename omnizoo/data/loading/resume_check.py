@@ -40,7 +40,8 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
     # Defaults are not stored, so that runs of versions without these keys can be resumed. `data.chat_template` and
-    # `data.template_options` need no entry: they change the chat template, whose hash is among the tokenizer hashes.
+    # `data.template_options` need no entry: they change the chat template, and the tokenizer hashes include a hash of
+    # the template.
     thinking = {
         "data.thinking": config.data.thinking.replace("template", ""),
         "data.thinking_tags": config.data.thinking_tags,
@@ -152,7 +153,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _raise_changed(change: str) -> NoReturn:
-    """Raise the error for data that differs from that of the checkpoint."""
+    """Raise the error for data that differs from the data of the checkpoint."""
     raise UserError(
         f"{change}, so the data position of the checkpoint is invalid. Restore it, or start a new run from the weights "
         "with model.init_from: CHECKPOINT and another log.dir."
@@ -160,7 +161,7 @@ def _raise_changed(change: str) -> NoReturn:
 
 
 def _raise_changed_value(key: str, saved: Any, now: Any) -> NoReturn:
-    """Raise the error for a value that differs from that of the checkpoint."""
+    """Raise the error for a value that differs from the value in the checkpoint."""
     _raise_changed(f"{key} is {now!r}, but {saved!r} in the checkpoint")
 
 

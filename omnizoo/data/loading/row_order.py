@@ -24,9 +24,8 @@ def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple
     """Divide the rows of a source into pieces, and return the pieces that a lane reads in an epoch.
 
     A piece consists of consecutive rows within one extent of the source. (An extent is a range of rows that are best
-    read together, such as a row group of Parquet; see `RowSource.extents`.) If a `key` is given, the extents are
-    shuffled, and then the pieces within each extent. The lanes of a process therefore read from the same few extents at
-    a time.
+    read together, such as a row group of Parquet; see `RowSource.extents`.) If `key` is set, the extents are shuffled,
+    and then the pieces within each extent. The lanes of a process therefore read from the same few extents at a time.
 
     Pieces are assigned to the lanes in turn. The first lane changes with each epoch, so that the numbers of pieces even
     out. If the source has fewer rows than there are lanes, the lane reads all pieces.

@@ -1,7 +1,7 @@
 """Convert `train.epochs` to a number of steps.
 
-First, the ranks render all rows once, each rank a part of them, and record the lengths of the samples. Then rank 0
-packs these lengths without any content. Packing depends only on lengths, so the count is exact and the same on every
+First, each rank renders a part of the rows once and records the lengths of the samples. Then rank 0 packs these
+lengths without any content. Packing depends only on lengths, so the count is exact and the same on every
 layout.
 """
 

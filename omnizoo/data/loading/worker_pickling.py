@@ -44,14 +44,13 @@ class SharedPickle:
             _Pickler(pickled, self._keep_small).dump(value)
         except NotPicklable:
             raise
-        except Exception as error:  # pickling runs user code, which may raise any exception
+        except Exception as error:  # pickling runs user code, and user code may raise any exception
             raise NotPicklable(named_line(error)) from error
         self.file.flush()
         self.pickled = pickled.getvalue()
 
     def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
-        """Write a large buffer to the file, aligned to a page. Return True for a small one, which stays in the
-        pickle."""
+        """Write a large buffer to the file, aligned to a page. Return True to keep a small buffer in the pickle."""
         raw = buffer.raw()
         if raw.nbytes < LARGE:
             return True
@@ -112,7 +111,8 @@ def _is_large(value: Any) -> bool:
 def _without_hooks(module: nn.Module) -> Any:
     """Return the pickle representation of a module without its hooks and without a replaced `forward`.
 
-    Workers run no forward pass, so they need neither. Our hooks are nested functions, which cannot be pickled.
+    Workers run no forward pass, so they need neither. Our hooks are nested functions, and nested functions cannot be
+    pickled.
     """
     reduced = module.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):

@@ -62,8 +62,8 @@ def worker_count(setting: int | None) -> int:
 def start_server() -> None:
     """Start the server process that workers are forked from.
 
-    The server imports torch in the background, which takes a few seconds. It and its workers are killed when this
-    process ends.
+    The server imports torch in the background, because the import takes a few seconds. The server and its workers are
+    killed when this process ends.
     """
     set_server_imports(IMPORTED)
     in_lasting_thread(_start_server)
@@ -98,7 +98,7 @@ class Workers(ForkServerContext):
         self.end = weakref.finalize(self, end_processes, self.started, os.getpid())
 
     def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
-        """Return a new worker process, which is not started yet."""
+        """Return a new worker process. It is not started yet."""
         start_server()
         process = _Process(*args, **options)
         self.started.append(process)
@@ -204,7 +204,7 @@ def _watch() -> None:
     """End this worker when its rank has ended, or when the rank sends SIGTERM."""
     # A Python process that exits sends SIGTERM to its children, so a SIGTERM from the rank must end this worker. A
     # killed rank sends no signal, so this thread also checks whether the rank is alive. torch's own watchdog does not
-    # help: it watches the parent of the worker, which is the server, and the server runs as long as any worker.
+    # help: it watches the parent of the worker. The parent is the server, and the server runs as long as any worker.
     rank = multiprocessing.parent_process()
     assert rank is not None, "a worker was started by its rank"
     while rank.is_alive():

@@ -22,7 +22,7 @@ COUNTERS = {"split": "split_overlong", "truncate": "truncated_overlong"}
 
 @dataclass(frozen=True)
 class SampleSplit:
-    """The samples of a row, and what was done to make them fit in packs."""
+    """The samples of a row, and counters of the changes that make them fit in packs."""
 
     samples: list[Sample]
     counters: tuple[str, ...] = ()  # field of `Counters` to increment, for each document longer than a pack
@@ -65,7 +65,7 @@ def _documents(rendered: RenderedRow) -> Iterator[RenderedRow]:
 
 
 def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min_targets: int) -> SampleSplit:
-    """Split or truncate one document, which is a whole row or a part of one.
+    """Split or truncate one document. The document is a whole row or a part of one.
 
     Args:
         first: The id of the first sample.
@@ -104,7 +104,7 @@ def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min
 def fit_all_to_packs(
     source: int, epoch: int, row: int, samples: Sequence[RenderedRow], data: DataSection
 ) -> SampleSplit:
-    """Do the same as `fit_to_pack`, for a row that was rendered as several samples. They are numbered in order."""
+    """Apply `fit_to_pack` to a row that was rendered as several samples, and number the samples in order."""
     splits = [fit_to_pack(source, epoch, row, rendered, data) for rendered in samples]
     if len(splits) == 1:
         return splits[0]

@@ -28,7 +28,7 @@ class Pack:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this is a dummy pack, which has no samples."""
+        """Whether this is a dummy pack. Dummy packs have no samples."""
         return not self.sample_ids
 
     @property

@@ -12,9 +12,9 @@ GROWTH = 32  # the default window starts with this number of samples, and each p
 class Packer:
     """Selects the samples of each pack from a window of samples.
 
-    A pack consists of the oldest sample in the window and of the samples that fill the rest of the pack best. If
-    several choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as the
-    window has samples.
+    A pack consists of the oldest sample in the window and of other samples, chosen to fill the rest of the pack best.
+    If several choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as
+    the window has samples.
 
     By default, the window starts small and grows with every pack, because a run cannot start before every lane has
     produced its first packs.

@@ -40,7 +40,7 @@ def place(
         tokens: The tokenized text. Its weights are changed in place.
         media: The items of the row and their texts.
         placeholders: Ids of the placeholder tokens of all modalities.
-        last_ids: For modalities whose last placeholder token of an item differs from the others, the id of that token.
+        last_ids: Id of the last placeholder token of an item, for modalities in which it differs from the others.
 
     Returns:
         The token ids `[tokens]`, the loss weights `[tokens]`, the items with their spans, and for each item with
@@ -133,7 +133,7 @@ def _place_runs(item: MediaItem, positions: Positions, lengths: Positions) -> li
 
 
 def locate_followed(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> tuple[MediaItem, ...]:
-    """Return the items with the spans of followers, which depend on the spans of all other items."""
+    """Return the items with the spans of followers. These depend on the spans of all other items."""
 
     def with_spans(item: MediaItem) -> MediaItem:
         module = find_module(media.notation.modalities, item.port)

@@ -46,7 +46,7 @@ DEFAULT_THINKING = Thinking()
 
 @dataclass(frozen=True)
 class Question:
-    """A row that is split for generation into a prompt and the expected response."""
+    """A row that was split into a prompt for generation and the expected response."""
 
     prompt: RenderedRow  # everything before the last response
     shown: str  # the prompt as readable text
@@ -223,7 +223,7 @@ class Renderer:
         return replace(rendered, columns={**rendered.columns, **columns}, is_prose=False, row_schema=parsed.format)
 
     def _choices(self, row: Row) -> list[TurnChoice | None]:
-        """Choose the samples of a row, as the messages that each of them contains and trains on.
+        """Choose the samples of a row: for each one, the messages that it contains and the messages that it trains on.
 
         The only entry is None if the row is not split, so that one sample contains the whole row.
         """
@@ -334,7 +334,7 @@ class Renderer:
     def _tokenize(
         self, response: ResponseRow, field: str, media: RowMedia, find_response: Find, choice: TurnChoice | None
     ) -> TokenizedText:
-        """Tokenize a row with a single response, whose text or messages are in `field`."""
+        """Tokenize a row with a single response. Its text or messages are in `field`."""
         row = response.row
         if self.turns is not None:
             if response.role:
@@ -414,7 +414,7 @@ class Renderer:
         return self._chat_question(parsed.row, field, media)
 
     def _chat_question(self, row: Row, field: str, media: RowMedia) -> Question:
-        """Do the same as `question`, for a row with messages in `field`."""
+        """Implement `question` for a row with messages in `field`."""
         template, messages = self._read_chat(row, field)
         media.place_untagged(messages)
         num_prompt = len(messages)
@@ -468,7 +468,7 @@ class Renderer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
-        """Do the same as `question`, for a plain text. It is split after its prompt, or in the middle without one."""
+        """Implement `question` for a plain text. Split it after its prompt, or in the middle if it has no prompt."""
         content = row["text"]
         words = content.split(" ") if isinstance(content, str) else []
         if media.columns or len(words) < 2:
@@ -489,7 +489,7 @@ class Renderer:
         token_ids = np.array(encoding.ids, np.int32)
         tokens = TokenizedText(text=text, ids=token_ids, offsets=encoding.offsets, weights=weights)
         ids, _, items, _ = place(tokens, media, self.placeholders, self.last)
-        items = tuple(item for item in items if item.answer is None)  # drop followers, which do not use the prompt
+        items = tuple(item for item in items if item.answer is None)  # drop followers: they do not use the prompt
         columns = make_columns(input_ids=ids, position_ids=self._positions(ids, items))
         return RenderedRow(columns, items)
 
@@ -577,7 +577,7 @@ class Renderer:
             media: Collects the media items.
             find_response: Returns the media files that the response of a preference row refers to.
             num_response: Number of messages at the end that form the response of a preference row; 0 for other rows.
-            stop: Number of messages, from the first one, whose media items are collected; None for all.
+            stop: Media items of the first `stop` messages are collected; None for all messages.
 
         Returns:
             The loss weight of each message; 0 if it is not trained on.
@@ -600,7 +600,7 @@ class Renderer:
         return weights
 
     def _render_text(self, row: Row, media: RowMedia, prompt: str) -> TokenizedText:
-        """Tokenize the `text` of a row. All tokens are targets, except those of `prompt` at its beginning."""
+        """Tokenize the `text` of a row. All tokens are targets, except the tokens of `prompt` at its beginning."""
         content = row["text"]
         # If the row has no media columns, tags such as <image> are plain text.
         is_plain = isinstance(content, str) and not media.columns

@@ -55,7 +55,7 @@ def target_spans(
 def _tagged_spans(
     template: ChatTemplate, messages: list[Message], weights: Sequence[float]
 ) -> tuple[str, list[tuple[Span, float]]]:
-    """Do the same as `target_spans`, for a template with {% generation %} tags."""
+    """Implement `target_spans` for a template with {% generation %} tags."""
     text, tagged = template.render_tagged(messages)
     responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     distinct_weights = {weights[i] for i in responses} or {1.0}
@@ -194,7 +194,7 @@ class ResponseFinder:
             return None
 
     def _marked(self, numbers: Sequence[int], stop: int | None = None) -> Marked:
-        """Render the conversation with marks in place of the data of some messages.
+        """Render the conversation after the data of some messages was replaced with marks.
 
         Args:
             numbers: Indices of the messages to mark.
@@ -228,7 +228,7 @@ class ResponseFinder:
         return shared
 
     def _without_later_messages(self, i: int, start: int) -> Span:
-        """Return the span of response `i`, whose turn also contains later messages."""
+        """Return the span of response `i` if its turn also contains later messages."""
         text, _, marks = self._marked([i])
         beginning, _, marks_of_beginning = self._marked([i], stop=i + 1)
         if not marks or len(marks) != len(marks_of_beginning):
@@ -244,7 +244,8 @@ class ResponseFinder:
     def _check_marks(self, spans: dict[int, Span], turns: list[Span | None]) -> None:
         """Check that each span contains all data of its message.
 
-        The conversation is rendered with marks in place of the data. All marks of a message must be inside its span.
+        The data of the messages is replaced with marks, and the conversation is rendered again. All marks of a message
+        must be inside its span.
 
         Args:
             spans: The span of each response, keyed by the index of its message.

@@ -106,7 +106,7 @@ class MessageTracker:
     def _fields_of(self, node: nodes.Node) -> set[str] | None:
         """Return the fields that one expression reads from a message; None if it may read all of them."""
         if isinstance(node, nodes.Getattr) and self.kind(node.node) == ITEM:
-            return {node.attr}  # a method, such as `items`, is counted as a field as well, which does no harm
+            return {node.attr}  # a method, such as `items`, also counts as a field; this does no harm
         if isinstance(node, nodes.Getitem) and self.kind(node.node) == ITEM:
             return constants(node.arg)
         if isinstance(node, nodes.Compare) and any(self.kind(other.expr) == ITEM for other in node.ops):

@@ -59,7 +59,7 @@ class Conventions:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of tool calls as objects. Others expect JSON text (OpenAI API)."""
+        """Whether the template expects tool call arguments as objects. Others expect them as JSON text (OpenAI API)."""
         text = self._call({"a1x": "b"})
         is_shown = "a1x" in text and "{'a1x'" not in text  # {'a1x' means that the template printed a Python dict
         return is_shown or "a1x" not in self._call('{"a1x": "b"}')
@@ -133,7 +133,7 @@ class Conventions:
     def _check_rendered(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
         """Check that the template writes the contents of some messages.
 
-        Their contents are replaced with words that occur nowhere else, which are then searched for in the text.
+        Their contents are replaced with words that occur nowhere else. The rendered text must contain these words.
 
         Args:
             messages: All messages.

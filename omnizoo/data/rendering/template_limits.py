@@ -1,4 +1,4 @@
-"""Limits on the time and memory of chat templates, which are untrusted programs.
+"""Limits on the time and memory of chat templates, because templates are untrusted programs.
 
 The sandbox of transformers denies templates access to files and processes. It does not prevent endless loops, or texts
 that double in size with every line.
@@ -40,7 +40,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
     process could fail because of it.
 
     Args:
-        seconds: Maximum processor time, which does not depend on the load of the machine.
+        seconds: Maximum processor time. Unlike real time, it does not depend on the load of the machine.
         memory: Maximum number of bytes by which the process may grow. It has no effect on systems other than Linux.
     """
     with ExitStack() as stack:
@@ -65,9 +65,9 @@ def memory_limits() -> Iterator[None]:
 def _time_limit(seconds: float) -> Iterator[None]:
     """Context manager: raise `OutOfTime` when the code in the block exceeds a processor time.
 
-    A timer sends signals, which interrupt even a single long operation. The timer counts real time, and its handler
-    checks the processor time, because timers of processor time may stop in virtual machines. A timer that was active
-    before the block is restored afterwards.
+    A timer sends signals, because signals interrupt even a single long operation. The timer counts real time, and its
+    handler checks the processor time, because timers of processor time may stop in virtual machines. A timer that was
+    active before the block is restored afterwards.
     """
     end = time.thread_time() + seconds
 

@@ -1,8 +1,8 @@
 """Run chat templates in a sandbox, and find the text that a template writes for each message.
 
 The sandbox has the filters and functions of transformers. Unlike in transformers, a template may also change lists that
-it created itself, for example with `append`. It cannot change the lists of messages and tools, which are copied for
-each rendering.
+it created itself, for example with `append`. It cannot change the lists of messages and tools, and each rendering gets
+a copy of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that contain its reasoning
 TURN_MARK = "turn_mark_of_omnizoo"  # name of the function that every loop calls with each of its items
-OPEN, CLOSE = "\ue0f0", "\ue0f1"  # characters around a mark: private-use characters, which texts rarely contain
+OPEN, CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around a mark; texts rarely contain them
 ENTER, LEAVE = "enter", "leave"  # marks before and after a loop
 
 
@@ -83,7 +83,7 @@ def render_template(
         source: The Jinja source of the template.
         messages: The messages. A template can read their reasoning as `reasoning_content` and as `thinking`.
         variables: Other variables of the template.
-        marks_turns: Whether to add marks to the text, which `split_turns` removes.
+        marks_turns: Whether to add marks to the text. `split_turns` removes them.
 
     Returns:
         The text, and the spans of text inside {% generation %} tags.
@@ -169,7 +169,7 @@ def split_turns(marked: str, num_messages: int) -> tuple[str, list[Span | None]]
 
 
 def _split_at_marks(marked: str) -> Iterator[str]:
-    """Yield the texts and the marks alternately, beginning and ending with a text, which may be empty."""
+    """Yield texts and marks alternately. The first and the last value are texts; each text may be empty."""
     first, *others = marked.split(OPEN)
     yield first
     for other in others:

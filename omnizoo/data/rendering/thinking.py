@@ -48,7 +48,7 @@ class Thinking:
 
     @classmethod
     def of(cls, data: DataSection) -> "Thinking":
-        """Return the settings of the `data` section of a config."""
+        """Return the settings in the `data` section of a config."""
         return cls(data.thinking, tuple(data.thinking_tags or ()))
 
     def prepare(self, messages: Sequence[Message]) -> None:
@@ -204,11 +204,11 @@ def _last_turn(template: ChatTemplate, messages: list[Message]) -> str:
 
 
 def _join_overlapping(thought: str, response: str, number: int) -> str:
-    """Join two texts of the same turn: one with reasoning, and the end of the other one, which may have more marks.
+    """Join two texts of the same turn: a text with reasoning, and the end of a text without it.
 
     Args:
         thought: The turn with reasoning, as the last turn of a conversation.
-        response: The turn without reasoning, as an earlier turn.
+        response: The turn without reasoning, as an earlier turn. Its end may have additional marks.
         number: Index of the message, for the error message.
 
     Raises:

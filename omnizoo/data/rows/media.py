@@ -27,7 +27,7 @@ Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by
 CONTENT_KEYS = ("bytes", "data", "base64")  # keys with the content of an item, in an object that describes it
 LOCATION_KEYS = ("url", "path")  # keys with the location of an item
 FORMAT_KEYS = ("format", "mime_type")  # keys that are ignored, because the format is detected from the content
-AUTO = {"detail": "auto"}  # options of OpenAI's API with a default value, which may be dropped
+AUTO = {"detail": "auto"}  # options of OpenAI's API with their default values; options with these values may be dropped
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOVED = "the chat template drops or moves {name}. Use a chat template that keeps media in place."
 PATH_MAX = 4096  # characters; a longer string is not a path
@@ -383,7 +383,7 @@ class RowMedia:
         self.texts.append("")
 
     def widen(self, text: str, marks: Sequence[int] = ()) -> tuple[str, list[int]]:
-        """Restore the white space at the beginning and end of items, which `write` has removed.
+        """Restore the white space at the beginning and end of items that `write` has removed.
 
         Args:
             text: The output of the chat template.

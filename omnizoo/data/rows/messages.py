@@ -1,4 +1,4 @@
-"""Convert the messages of a row, which may follow several conventions, to the form that chat templates expect.
+"""Convert the messages of a row, in any of several conventions, to the form that chat templates expect.
 
 The conventions differ in roles, tools, tool calls and loss weights. `template_conventions.py` checks afterwards that
 the chat template does not drop anything.
@@ -190,7 +190,7 @@ def _assistant_text(message: Message, value: Any, what: str) -> Any:
 
 
 def _with_named_value(part: Any) -> Any:
-    """Return a content part whose value is in the key that is named like its type, instead of in `value`."""
+    """Return a content part whose value is moved from the key `value` to the key that is named like its type."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part.get("value") is None:
         return part
     kind = part["type"]
@@ -206,7 +206,7 @@ def loss_weight(message: Message, number: int) -> float:
     these keys, the weight is 1 for assistant messages and 0 for others.
 
     Args:
-        message: The message, which is changed in place.
+        message: The message. It is changed in place.
         number: Index of the message, for error messages.
 
     Raises:

@@ -19,7 +19,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """A row with a single response, which consists of messages or of a plain text."""
+    """A row with a single response. The response consists of messages or of a plain text."""
 
     role: str  # one of `sample.ROLES`; empty without preferences
     row: Row
@@ -123,8 +123,8 @@ def _with_last_response(present: Row) -> Row:
     """Move the response of a row, and the rejected alternative if there is one, to the fields of preference rows.
 
     The response consists of the last messages of the assistant in `messages` or `conversations`, or it is the text of
-    an instruction row. It is moved to `chosen` if the row has a `rejected_response`, which is then moved to `rejected`.
-    Otherwise, it is moved to `completion`.
+    an instruction row. If the row has a `rejected_response`, the response is moved to `chosen` and the rejected
+    response to `rejected`. Otherwise, the response is moved to `completion`.
 
     Raises:
         BadRow: If the row has several responses, or messages without a response at the end.
@@ -227,11 +227,12 @@ def _is_response(message: dict[str, Any]) -> bool:
 def _split_prompt(
     conversations: list[Messages], prompt: Messages | None, is_text: bool
 ) -> tuple[Messages, list[Messages]]:
-    """Split two conversations into their common beginning, which is the prompt, and the two responses.
+    """Split two conversations into their common beginning (the prompt) and the two responses.
 
     Args:
         conversations: The conversations `chosen` and `rejected`.
-        prompt: The prompt field of the row as messages, which must equal the common beginning; None if there is none.
+        prompt: The prompt field of the row as messages. It must equal the common beginning. None if there is no such
+            field.
         is_text: Whether the prompt field is a string. It is then compared with the last message of the beginning only.
 
     Returns:
@@ -261,7 +262,7 @@ def _split_prompt(
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Whether two nested values are equal. Arrays, which may contain media, are compared by content."""
+    """Whether two nested values are equal. Arrays may contain media, and are compared by content."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

@@ -1,6 +1,6 @@
 """Detect the format of a row, and convert the row to `messages` or `text`.
 
-The table `FORMATS` has a rule for each format, which depends on the names and types of fields. It does not depend on
+The table `FORMATS` has a rule for each format. A rule depends on the names and types of fields. It does not depend on
 the content of a text, with one exception: a text with media tags is not a caption. If several rules match, the row is a
 bad row unless `data.sources.N.format` selects one. Fields that a format does not use stay in the row, and
 `unused_fields.py` checks them.
@@ -30,7 +30,7 @@ OTHER_PAIRS = (
     *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("problem", "answer")),
     *(("question", "solution"), ("user", "assistant"), ("human", "assistant"), ("dialogue", "summary")),
 )
-# The same for the two responses of a preference pair.
+# Names of the two responses of a preference pair that are not read because they are ambiguous.
 OTHER_SIDES = (
     *(("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"), ("accepted", "rejected")),
     *(("preferred", "dispreferred"), ("better", "worse")),
@@ -108,7 +108,7 @@ def parse_row(
         present: The fields of the row that are neither empty nor ignored.
         encoded: Modalities for which the model has an encoder.
         decoded: Modalities for which the model has a decoder.
-        schema: Settings of the source, which may select a format.
+        schema: Settings of the source. They may select a format.
 
     Returns:
         The converted row, or None if no rule matches.
@@ -165,7 +165,7 @@ def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
 
 
 def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collection[str] = ()) -> list[Fix]:
-    """Return changes of `columns` with which a row that no rule matches can be read.
+    """Return changes of `columns` that make a row readable although no rule matches it.
 
     Args:
         row: The whole row.

@@ -24,7 +24,7 @@ class TokenizedDocuments(NamedTuple):
     ids: Integers  # [tokens]
     is_target: Mask  # [tokens]
     lengths: list[int]  # number of tokens of each document
-    has_attention_mask: bool  # whether the row has an attention mask, which marks padding
+    has_attention_mask: bool  # whether the row has an attention mask, to mark padding
 
 
 def read_tokens(row: Row) -> TokenizedDocuments:
@@ -77,7 +77,7 @@ def _integers(row: Row, name: str) -> Integers:
     is_mask = name in TARGET_MASKS or name == "attention_mask"
     if is_mask and array.dtype.kind in "bf":
         array = _without_fractions(array, name)
-    # Reject booleans among integers, which NumPy would convert to 0 and 1.
+    # Reject booleans among integers, because NumPy would convert them to 0 and 1.
     has_booleans = not is_mask and isinstance(value, list | tuple) and bool in set(map(type, value))
     is_integer = array.dtype.kind in "iu" and not has_booleans
     if array.size and (not is_integer or array.max() > np.iinfo(np.int64).max):
@@ -86,7 +86,7 @@ def _integers(row: Row, name: str) -> Integers:
 
 
 def _first_other(value: Any, array: npt.NDArray[Any]) -> str:
-    """Return a description of the first entry of a field that is not a 64-bit integer, for an error message."""
+    """Describe the first entry of a field that is not a 64-bit integer, for an error message."""
     if not isinstance(value, list | tuple):
         return f"values of type {array.dtype}"
     others = [entry for entry in value if type(entry) is not int or entry > np.iinfo(np.int64).max]

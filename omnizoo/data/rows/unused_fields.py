@@ -266,7 +266,7 @@ class RowFields:
         return [Fix("data.ignore", list(unused), f"{place} that are not trained on")]
 
     def unused_message(self, names: Sequence[str], location: str, reason: str = "") -> str:
-        """Return an error message for unused fields, which states why they are not used and what to do.
+        """Return an error message for unused fields. It states why they are not used and what to do.
 
         Args:
             names: Names of the unused fields.

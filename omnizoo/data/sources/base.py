@@ -134,7 +134,7 @@ class FolderRows(RowSource):
 class RowView(RowSource):
     """Base class of sources that select, rename or concatenate the rows of other sources.
 
-    A subclass sets `extents`, whose last entry is the number of rows, and implements `locate`.
+    A subclass sets `extents` and implements `locate`. The last entry of `extents` is the number of rows.
     """
 
     @abstractmethod

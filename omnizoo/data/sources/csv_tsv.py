@@ -25,7 +25,7 @@ class CsvFile(IndexedFile):
 
     def index(self) -> tuple[Rows, Rows, Rows]:
         """Read the file once, to find the records and the column names. See `IndexedFile.index`."""
-        csv.field_size_limit(MAX_BYTES)  # this changes the limit of the whole process, which is 128 KiB per cell
+        csv.field_size_limit(MAX_BYTES)  # this changes the limit of the whole process, 128 KiB per cell by default
         line_ends = [0]  # byte at which each line ends, after the start of the file
 
         def lines() -> Iterator[str]:

@@ -26,7 +26,7 @@ class IndexedFile(FolderRows):
     """Base class of files whose rows are ranges of bytes.
 
     Args:
-        path: The file, which is indexed immediately.
+        path: The file. It is indexed immediately.
         folder: The folder of the media files.
         open_file: Returns an open file for a path.
     """
@@ -92,7 +92,7 @@ class JsonArrayFile(JsonlFile):
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
     """Read a range of bytes from a file.
 
-    It uses `pread`, which does not change the position in the file, so threads can share an open file.
+    `pread` does not change the position in the file, so threads can share an open file.
 
     Args:
         open_file: Returns an open file for a path.
@@ -229,7 +229,7 @@ def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
     white_space = re.compile(r"[ \t\r\n]*")
 
     def next_character(index: int) -> tuple[str, int]:
-        """Return the first character from `index` on that is not white space, and its index."""
+        """Return the first character at or after `index` that is not white space, and its index."""
         match = white_space.match(text, index)
         assert match is not None, "the pattern also matches the empty string"
         return text[match.end() : match.end() + 1], match.end()

@@ -69,7 +69,7 @@ def open_source(
     Args:
         spec: The settings of the source.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: The modalities of the model, which members of tar files may belong to.
+        modalities: The modalities of the model, to recognize media members of tar files.
         cache_dir: Folder for copies of remote files; None for the default cache folder.
         key: Config key of the source, for error messages.
 
@@ -128,13 +128,13 @@ def open_path(
     remote: Remote | None,
     downloaded: DatasetFiles | None = None,
 ) -> RowSource:
-    """Open a local file or folder, which may be the copy of a remote one.
+    """Open a local file or folder. It may be the copy of a remote file or folder.
 
     Args:
         spec: The settings of the source.
         path: The local file or folder.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: The modalities of the model, which members of tar files may belong to.
+        modalities: The modalities of the model, to recognize media members of tar files.
         remote: Remote location of the media files; None if they are local.
         downloaded: Files of a dataset on the hub; None for other sources.
 
@@ -201,7 +201,7 @@ class OpenFiles:
 
 
 def open_unbuffered(path: Path) -> FileIO:
-    """Open a file for `os.pread`, which needs no buffer."""
+    """Open a file without a buffer, because `os.pread` needs none."""
     return open(path, "rb", buffering=0)
 
 
@@ -211,7 +211,7 @@ def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], mod
     Args:
         files: The files. Their suffixes determine how they are read.
         folder_of: Returns the folder in which the rows of a file find their media.
-        modalities: The modalities of the model, which members of tar files may belong to.
+        modalities: The modalities of the model, to recognize media members of tar files.
     """
     cache = GroupCache()
     open_file = OpenFiles()
@@ -247,7 +247,7 @@ def data_files(path: Path, split: str) -> list[Path]:
 def without_statistics(path: Path, files: list[Path]) -> list[Path]:
     """Return only the tar files if there are any; otherwise, return all files.
 
-    Some tools write a table of statistics next to each tar file, which must not be read as rows.
+    Some tools write a table of statistics next to each tar file. These tables must not be read as rows.
 
     Args:
         path: The folder.

@@ -28,7 +28,7 @@ def arrow_errors() -> tuple[type[Exception], ...]:
 
 
 class GroupCache:
-    """A cache of decoded row groups, which all files of a source share.
+    """A cache of decoded row groups. All files of a source share it.
 
     The most recently used row groups are kept. The errors of damaged row groups are kept as well, so that such a group
     is not decoded again for each of its rows.
@@ -86,7 +86,7 @@ class ParquetFile(FolderRows):
     Args:
         path: The file.
         folder: The folder of the media files.
-        cache: The cache of row groups, which the files of a source share.
+        cache: The cache of row groups. All files of a source share it.
 
     Raises:
         UserError: If the footer is not readable or damaged, or if two columns have the same name.

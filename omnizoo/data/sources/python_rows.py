@@ -65,13 +65,13 @@ class PythonRows(FolderRows):
 
 
 class UserRows(RowSource):
-    """A wrapper around a user's `RowSource`, which checks each row and adds the name of the source to its location.
+    """A wrapper around a user's `RowSource`. It checks each row and adds the name of the source to its location.
 
     Args:
         source: The user's source.
         name: Name of the source in error messages.
-        reopen: A function and its arguments, which open the source again in a loader worker. A source with members that
-            cannot be pickled, such as a connection, needs it. If None, the source is pickled.
+        reopen: A function and its arguments. A loader worker calls it to open the source again. A source with members
+            that cannot be pickled, such as a connection, needs it. If None, the source is pickled.
 
     Raises:
         UserError: If the source has no valid length.

@@ -1,6 +1,6 @@
 """Copy files from remote addresses that fsspec supports, such as `s3://` and `hf://`, to a local cache.
 
-The name of the local folder contains a hash of the versions of the files (sizes, checksums, dates). If a file changes,
+The name of the local folder contains a hash of all file versions (sizes, checksums, dates). If a file changes,
 it is therefore copied to a new folder, and copies that are in use never change. Files with rows are copied when the
 source is opened. A media file is copied when a row refers to it for the first time.
 """
@@ -42,7 +42,7 @@ class RemoteFolder(MediaFolder):
     remote: "Remote" = field(kw_only=True)
 
     def find(self, name: str) -> Path:
-        """Return the local copy of a media file, which is downloaded if there is none yet.
+        """Return the local copy of a media file. The file is downloaded if there is no copy yet.
 
         Args:
             name: Name of the file in the row.
@@ -61,7 +61,7 @@ class RemoteFolder(MediaFolder):
 
 
 class Remote:
-    """A remote file or folder. `mirror` is the local folder with the copies, which have the same relative paths.
+    """A remote file or folder. `mirror` is the local folder with the copies. Copies have the same relative paths.
 
     Args:
         address: An address that fsspec supports.
@@ -133,7 +133,7 @@ class Remote:
         return False, versions
 
     def fetch(self, name: str, missing_is_bad: bool = False) -> Path:
-        """Return the local copy of a file, which is downloaded if there is none yet.
+        """Return the local copy of a file. The file is downloaded if there is no copy yet.
 
         Args:
             name: Path of the file relative to the address.

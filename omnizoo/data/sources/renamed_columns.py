@@ -61,7 +61,7 @@ def check_columns(source: RowSource, required: Sequence[str], key: str, hint: st
         except BadRow:
             continue
     if not names:
-        return  # all of them are bad rows, which the run will report
+        return  # all of them are bad rows, and the run will report them
     for name in required:
         if name not in names:
             raise UserError(

@@ -29,7 +29,7 @@ class WebDatasetFile(RowSource):
 
     Args:
         path: The tar file.
-        modalities: The modalities of the model, which members may belong to.
+        modalities: The modalities of the model, to recognize media members.
         open_file: Returns an open file for a path.
 
     Raises:
@@ -132,9 +132,9 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
     """Index the members of a tar file without reading their contents.
 
     Returns:
-        Two mappings, whose keys are the common beginnings of the member paths of a row. The first one contains, for
-        each row, the first byte and the size of each member by its kind. The second one contains, for each row with an
-        unusable member, the name of that member and why it is unusable.
+        Two mappings. The keys of both are the common beginnings of the member paths of each row. The first one
+        contains, for each row, the first byte and the size of each member by its kind. The second one contains, for
+        each row with an unusable member, the name of that member and why it is unusable.
 
     Raises:
         UserError: If the file is not a valid, uncompressed tar file.

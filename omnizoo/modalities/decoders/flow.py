@@ -1,4 +1,4 @@
-"""Continuous targets with flow matching: a small network, conditioned on the hidden state, turns noise into a patch.
+"""Decoder for continuous items with flow matching. A small network turns noise into a patch, given the hidden state.
 
 Patches consist of pixels, latents of a frozen autoencoder, or values of a series. Any item on a fixed grid works. The
 path from data to noise is straight, x(t) = (1 - t) data + t noise, and the network learns its velocity, noise - data.
@@ -49,7 +49,7 @@ class FlowHead(CustomFlops, Decoder):
     """
 
     item_options = IMAGE_OPTIONS
-    no_likelihood_reason = "its likelihood depends on the whole path of a flow, not on the velocity that is learned"
+    no_likelihood_reason = "its likelihood depends on the whole path of a flow, but the model learns only velocities"
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ def _scheduler(name: str) -> Any:
 
 
 class Autoencoder(Diffusers):
-    """`AutoencoderKL` of diffusers, which converts between images and latents of about unit variance.
+    """`AutoencoderKL` of diffusers. It converts between images and latents of about unit variance.
 
     An image is converted to the mean of its latent distribution, without sampling.
     """

@@ -213,7 +213,7 @@ def fit_patch_codebook(images: Sequence[Array], patch: int, codes: int, seed: in
 
 
 def _initial_centers(points: Array, counts: Array, num_centers: int, seed: int) -> Array:
-    """Sample centers with k-means++, which prefers points that are far from all centers chosen so far.
+    """Sample centers with k-means++. It prefers points that are far from all centers chosen so far.
 
     Args:
         points: Distinct patches `[N, values]`.

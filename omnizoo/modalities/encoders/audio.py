@@ -1,4 +1,4 @@
-"""Audio encoder that wraps any Whisper-type Hugging Face encoder, which accepts log-mel windows of a fixed length.
+"""Audio encoder that wraps any Whisper-type Hugging Face encoder. Such encoders accept log-mel windows of one length.
 
 Audio is split into windows of this length. The last window is padded with silence, as in pretraining. Features of the
 padding are dropped, so padding costs FLOPs in the tower, but no placeholder tokens in the pack.
@@ -37,7 +37,7 @@ class AudioEncoder(Encoder):
     Args:
         width: Width of the foundation.
         config: Config of the tower, or of a model that contains it.
-        folder: Model folder, whose preprocessor config provides the defaults of the spectrogram.
+        folder: Model folder. Its preprocessor config provides the defaults of the spectrogram.
         projector: `kind` and options of the projector.
         max_seconds: Maximum length in seconds. Longer audio raises an error. A row can select a part with `start` and
             `end`.

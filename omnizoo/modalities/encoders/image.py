@@ -69,7 +69,7 @@ class TowerInput:
         raise NotImplementedError
 
     def tokens(self, grid: Grid) -> int:
-        """Return the number of tower tokens that attend to each other, for a grid of features."""
+        """Return how many tower tokens attend to each other, for one grid of features."""
         return math.prod(grid)
 
     def work(self, tower: PreTrainedModel) -> TowerFlops:
@@ -139,7 +139,7 @@ class FixedSize(TowerInput):
         return math.prod(grid) + self.extra
 
     def work(self, tower: PreTrainedModel) -> TowerFlops:
-        """Return the measured FLOPs, which are constant because all images have the same size."""
+        """Return the measured FLOPs. They are constant, because all images have the same size."""
         trained = is_trained(tower)
         return TowerFlops(trained, per_item=self.measured[trained])
 
@@ -391,7 +391,7 @@ class VisionEncoder(Encoder):
 def _tower_input(skeleton: PreTrainedModel, settings: dict[str, Any], options: dict[str, Any]) -> TowerInput:
     """Return the input format of the tower.
 
-    Options override the folder's settings, which override the tower's config.
+    Options take precedence over the folder's settings, and these take precedence over the tower's config.
     """
     config = skeleton.config
     pixel_format = _pixel_format(config, settings, options)

@@ -1,4 +1,4 @@
-"""Projectors, which map features of a tower to the width of the foundation: linear, MLP, pixel shuffle and resampler.
+"""Projectors map the features of a tower to the width of the foundation: linear, MLP, pixel shuffle and resampler.
 
 The input `[N, width_in]` is the concatenation of several grids. A grid is `(height, width)` for an image, or
 `(length,)` for audio. A projector may be sharded, so it is called once for all grids. It never mixes features of
@@ -158,7 +158,7 @@ class Resampler(Projector):
         return self.queries.shape[0]
 
     def count(self, counter: FlopCounter, grid: Grid) -> None:
-        """Add the FLOPs of a grid, without `ask`, which runs once for all grids."""
+        """Add the FLOPs of a grid. `ask` is excluded, because it runs once for all grids."""
         counter.run(self.map, math.prod(grid))
         counter.trained |= self.queries.requires_grad
         counter.attend(self.num_outputs(grid) * math.prod(grid), self.queries.shape[1])

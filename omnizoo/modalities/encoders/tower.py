@@ -48,7 +48,7 @@ def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrained
             tower.config.deepstack_visual_indexes = []
         skeleton = type(tower)(tower.config)
     assert isinstance(skeleton, PreTrainedModel)
-    skeleton.eval()  # some towers sample random numbers in training mode, which the meta device does not support
+    skeleton.eval()  # in training mode, some towers sample random numbers; the meta device does not support this
     return skeleton
 
 

@@ -5,8 +5,6 @@ detect a damaged byte.
 """
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from omnizoo.config.sections.base import SubmoduleSettings
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.user_module import given_model, is_own_module, tensors_of
+from omnizoo.models.weights.sampled_hash import add_sampled
 
-PIECES, PIECE = 64, 2**16  # number of hashed pieces per file, and bytes per piece
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -45,8 +43,7 @@ def base_identity(model: ModelSection, seed: int) -> str:
     for folder in _weight_folders(model):
         for file in sorted(folder.glob("*.safetensors")):
             digest.update(file.name.encode())
-            for piece in _pieces(file):
-                digest.update(piece)
+            add_sampled(digest, file)
     if model.path is None:  # some weights are randomly initialized
         digest.update(str(seed).encode())
     return digest.hexdigest()
@@ -83,19 +80,3 @@ def _weight_folders(model: ModelSection) -> list[Path]:
         sections += [modality.encoder, modality.decoder]
     paths = [section.path for section in sections if section is not None]
     return [Path(local_path(path)) for path in paths if path is not None]
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
-    """Yield the size of a file and pieces that are spread evenly over it. The first one contains the header.
-
-    A small file is read in full.
-    """
-    size = os.path.getsize(file)
-    yield str(size).encode()
-    with file.open("rb") as stream:
-        if size <= PIECES * PIECE:
-            yield stream.read()
-            return
-        for i in range(PIECES):
-            stream.seek(i * (size - PIECE) // PIECES)
-            yield stream.read(PIECE)

@@ -46,7 +46,7 @@ class AdapterInfo:
     saved: tuple[str, ...]  # modules that are fully trained
     trained: frozenset[str]  # trained parameters: all adapter matrices, and all parameters in `saved`
     started: frozenset[str]  # adapter matrices; the base model has no values for them
-    generates: bool = True  # whether the model has transformers' `generate`, which PEFT's task type requires
+    generates: bool = True  # whether the model has transformers' `generate`, as PEFT's task type requires
     classifies: bool = False  # whether the model has a score head, for PEFT's task type
 
     def fields(self) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def set_magnitudes(model: nn.Module, adapter: AdapterInfo) -> None:
 def _attach_to_embedding(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
     first = nn.Parameter(torch.empty(settings.rank, module.num_embeddings, dtype=dtype))
     second = nn.Parameter(torch.empty(module.embedding_dim, settings.rank, dtype=dtype))
-    nn.init.zeros_(first)  # as in PEFT, which initializes the second matrix of an embedding randomly
+    nn.init.zeros_(first)  # as in PEFT: the second matrix of an embedding is random
     nn.init.normal_(second)
     if settings.init == "random":
         nn.init.normal_(first)

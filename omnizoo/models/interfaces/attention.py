@@ -2,7 +2,7 @@
 
 No mask function is registered, so models build no mask. Metadata of the pack is passed through the keyword arguments of
 the model. `cu_seq_lens_q` contains the sample boundaries. With sequence parallelism, `attend` is a function that
-also attends to the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
+also attends to the tokens on other ranks. `mutual` contains bidirectional spans. `attend` already includes them.
 
 Some models do not pass these arguments on. For these models, `carry_pack` stores a copy on each module. If a layer has
 neither the arguments nor the copy, it raises an error instead of mixing samples.
@@ -82,7 +82,7 @@ def packed(
 def _check_chunks(module: nn.Module, longest_sample: int) -> None:
     """Raise a `UserError` if a layer attends within chunks and a sample is longer than one chunk.
 
-    transformers implements chunks with a mask, which packed attention does not build. Within one chunk, such layers
+    transformers implements chunks with a mask, but packed attention builds no mask. Within one chunk, such layers
     compute plain attention.
     """
     layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()

@@ -32,7 +32,7 @@ DISPATCHED = "dispatched"
 
 
 def use_dispatched(model: PreTrainedModel) -> None:
-    """Make `model` run its experts with `dispatched`. Must be called before `fully_shard`, which renames classes."""
+    """Make `model` run its experts with `dispatched`. Must be called before `fully_shard` renames classes."""
     model.set_experts_implementation(DISPATCHED)
 
 

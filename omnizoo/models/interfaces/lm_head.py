@@ -1,8 +1,8 @@
-"""Run a loss in place of a language model's head, so that the full logits are never in memory.
+"""Replace a language model's head with a loss, so that the full logits are never in memory.
 
 FSDP2 gathers the head's weights only during the model's forward pass, so the loss must run inside it. Config fields
-determine which operations the model applies after the head (softcap, scale). A test with known numbers in place of the
-logits checks that the model applies no other operation.
+determine which operations the model applies after the head (softcap, scale). A test replaces the logits with known
+numbers, to check that the model applies no other operation.
 """
 
 from collections.abc import Callable, Iterator

@@ -160,9 +160,9 @@ def state_space(module: nn.Module, original: Rule) -> Rule:
 
 
 def not_fused(module: nn.Module, original: Rule) -> Rule:
-    """Return a replacement of `mamba2_split_conv1d_scan_combined`, which fuses convolution and scan.
+    """Return a replacement of the fused function `mamba2_split_conv1d_scan_combined`.
 
-    The replacement returns None, so the layer calls both separately.
+    The replacement returns None, so the layer calls convolution and scan separately.
     """
     return lambda *_, **__: None
 

@@ -152,7 +152,7 @@ class OmniModel(MediaModel, PreTrainedModel):
 def save_model_config(model: PreTrainedModel, out: Path) -> None:
     """Write the config.json of `model` and the files it refers to. The folder can be moved.
 
-    The dtype in the config is that of the published weights, regardless of the dtype of the run.
+    The config gets the dtype of the published weights, regardless of the dtype of the run.
     """
     config = model.portable_config(out) if isinstance(model, OmniModel) else deepcopy(model.config)
     published_dtype = carried(model).dtype

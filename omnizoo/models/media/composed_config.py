@@ -22,7 +22,7 @@ class OmniConfig(PretrainedConfig):
 
     Two attributes are set by the caller and never read from a file. `allow_code` lists modules, in addition to
     OmniZoo's, that the config may name as encoders and decoders (`from_pretrained(folder, allow_code=["my_package"])`).
-    `is_own` is True for the user's config, which may name any module and any folder.
+    `is_own` is True for the user's config. This config may name any module and any folder.
     """
 
     model_type = "omnizoo"

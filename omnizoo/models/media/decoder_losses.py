@@ -34,8 +34,7 @@ class DecoderLosses:
 
     @contextmanager
     def watching(self, language_model: PreTrainedModel, before_head: bool = False) -> Iterator[None]:
-        """Context manager for the forward pass of `language_model`, which runs decoders after the trunk and at the
-        head."""
+        """Context manager for a forward pass of `language_model`: run decoders after the trunk and at the head."""
         if not self.at_head and not self.others:
             yield
             return

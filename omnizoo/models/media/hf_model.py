@@ -1,4 +1,4 @@
-"""The media of an HF model, as its recipe describes them, and `media_model`, which returns the media of any model."""
+"""The media of an HF model, as its recipe describes them. `media_model` returns the media of any model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -30,7 +30,7 @@ from omnizoo.models.interfaces.score_head import replaced_weights
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import store_recipe
-from omnizoo.models.untrusted_folders import inside, open_weights, read_json, tensor_names
+from omnizoo.models.untrusted_folders import list_names, open_weights, tensor_names, weight_files
 from omnizoo.models.weights.vocabulary import PublishedRows, may_grow, rows_of_files
 from omnizoo.models.wrapper_models import use_inner_forward
 
@@ -103,7 +103,7 @@ def load_weights(
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     loaded = load_files(model, source.files(), source.mapping, device)
     retie(model)
-    for name, parameter in model.named_parameters():  # loading replaced those of frozen tokenizers
+    for name, parameter in model.named_parameters():  # loading replaced the parameters of frozen tokenizers
         parameter.requires_grad_(is_trained[name])
 
     _check_loaded(loaded, source, spec, new)
@@ -122,21 +122,21 @@ def _check_loaded(loaded: Loaded, source: WeightSource, spec: ModelSection, new:
     missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, allow_unexpected))
     mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in new)
-    unknown = f" The files also have weights that the model lacks: {_list_names(unexpected)}." if unexpected else ""
+    unknown = f" The files also have weights that the model lacks: {list_names(unexpected)}." if unexpected else ""
 
     if loaded.unconverted:
         name, reason = min(loaded.unconverted.items())
         raise UserError(f"{key}: {path}: the weights in the files cannot be converted to {name}: {reason}.{unknown}")
     if mismatched:
-        raise UserError(f"{key}: {path}: the shapes of weights do not match config.json: {_list_names(mismatched)}")
+        raise UserError(f"{key}: {path}: the shapes of weights do not match config.json: {list_names(mismatched)}")
     if missing:
         raise UserError(
-            f"{key}: {path}: the files lack weights of the model: {_list_names(missing)}. "
+            f"{key}: {path}: the files lack weights of the model: {list_names(missing)}. "
             f"Add them to model.allow_missing to initialize them randomly.{unknown}"
         )
     if unexpected and not key.startswith("model.modalities"):
         raise UserError(
-            f"{key}: {path}: the files have weights that the model lacks: {_list_names(unexpected)}. "
+            f"{key}: {path}: the files have weights that the model lacks: {list_names(unexpected)}. "
             "Add them to model.allow_unexpected to ignore them."
         )
 
@@ -210,7 +210,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     for kind, problem in problems.items():
         keys = sorted(str(key) for key in info[f"{kind}_keys"])
         if keys:
-            raise UserError(f"{folder}: {problem}: {_list_names(keys)}")
+            raise UserError(f"{folder}: {problem}: {list_names(keys)}")
 
     use_inner_forward(model)
     store_recipe(model, spec)
@@ -218,37 +218,9 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def weight_files(folder: Path, key: str) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder. If the folder has an index, it lists the files."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{key}: {index} has no weight_map; expected a mapping of weights to files")
-        files = sorted({inside(folder, name, f"{key}: {index}") for name in weight_map.values()})
-    else:
-        files = [folder / "model.safetensors"]
-
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise UserError(
-            f"{key}: {folder} has no {_list_names(absent)}. Weights are read only from safetensors files, never from "
-            "pickles."
-        )
-    for file in files:
-        tensor_names(file)
-    return files
-
-
 def _allowed(name: str, patterns: list[str]) -> bool:
     """Whether `name` matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _list_names(names: list[str]) -> str:
-    """Return the first three names and the number of remaining names, for messages."""
-    listed = ", ".join(names[:3])
-    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
 
 
 def load_published(

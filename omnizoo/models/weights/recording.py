@@ -58,7 +58,7 @@ class Call:
 
     @property
     def reads(self) -> set[int]:
-        """The storages that the operation reads: those of its arguments."""
+        """The storages of the arguments, which the operation reads."""
         return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window)}
 
 
@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record `function`, which fills `tensor` with random values, as a single call."""
+        """Record `function` as a single call. It fills `tensor` with random values."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
         call = Call(
@@ -170,7 +170,7 @@ class Recording(TorchDispatchMode):
                 args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
                 kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
                 if call.is_random:
-                    # Not torch.manual_seed, which also seeds accelerators and formats a stack for each of them.
+                    # Not torch.manual_seed, because it also seeds accelerators and formats a stack for each of them.
                     torch.default_generator.manual_seed(_seed_of(seed, number))
                 outputs = _tensors_in(call.function(*args, **kwargs))
                 for created, result in zip(call.created, outputs, strict=False):

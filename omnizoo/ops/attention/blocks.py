@@ -18,7 +18,7 @@ from omnizoo.ops.device import has_flash, is_host, to_device
 from omnizoo.ops.precision import at_least_fp32
 
 MAX_HEAD_WIDTH = 256  # largest head width that flash attention supports
-ROWS = 128  # rows of a band per call of a kernel with a mask: fewer rows add overhead, more rows compute masked pairs
+ROWS = 128  # rows per kernel call with a mask; fewer rows add overhead, more rows compute masked pairs
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class AttentionBlock:
     Each query attends to at least one key, and at least one query attends to each key.
 
     Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where a `left` or `right` of -1
-    means no limit. Flash kernels define their window in the same way: it is aligned at the last query and key. `first`
-    is True for the first block of its queries, whose result is written to the accumulators instead of merged into them.
+    means no limit. Flash kernels define their window in the same way: it is aligned at the last query and key. If
+    `first` is True, the block is the first one of its queries: its result is written to the accumulators instead of
+    merged.
     """
 
     q0: int
@@ -119,7 +120,7 @@ def pack_blocks(
 
 
 def _distance_bound(q: TokenRun, k: TokenRun) -> int:
-    """Return a distance that is larger than the distance between any query in `q` and any key in `k`."""
+    """Return an upper bound of the distances between queries in `q` and keys in `k`."""
     return q.position + q.length + k.position + k.length
 
 
@@ -188,7 +189,7 @@ class KernelCall:
 
 
 class Blocks:
-    """Blocks in the order of computation, and their kernel calls, which are built once and reused by every layer."""
+    """Blocks in the order of computation. Their kernel calls are built once, and every layer reuses them."""
 
     def __init__(self, blocks: Sequence[AttentionBlock], device: torch.device) -> None:
         self.blocks = blocks

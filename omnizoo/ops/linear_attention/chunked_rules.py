@@ -37,7 +37,7 @@ class Chunks:
     def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Split `[T, H, ...]` into chunks `[chunks, H, CHUNK, ...]`.
 
-        Runs are padded with zeros, which leave the state unchanged, because they neither decay it nor write to it.
+        Runs are padded with zeros. Zeros neither decay the state nor write to it, so they leave it unchanged.
         """
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows].transpose(1, 2)
 

@@ -134,8 +134,8 @@ def run_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> State
     heads, value_width = inputs.value.shape[1:]
     key_width = inputs.key.shape[2]
     # Append K columns of zeros to the values, and start from a state that is zero in the columns of the values and the
-    # identity in the appended ones. The appended columns of the output and of the final state are then the linear maps
-    # by which any initial state would contribute to them.
+    # identity in the appended ones. The appended columns of the output and of the final state are then linear maps.
+    # They give the contribution of any initial state to the output and to the final state.
     identity = torch.eye(key_width, dtype=inputs.wide_dtype, device=inputs.value.device)
     identity = identity.expand(runs, heads, key_width, key_width)
     zeros = inputs.value.new_zeros(runs, heads, key_width, value_width, dtype=inputs.wide_dtype)

@@ -18,9 +18,9 @@ def cross_entropy_sum(
     Args:
         logits: `[rows, vocabulary]`.
         targets: `[rows]`, token ids.
-        weights: `[rows]`, factors of the rows, which also apply to label smoothing and z-loss.
+        weights: `[rows]`, factors of the rows. They also apply to label smoothing and z-loss.
         label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
-        z_loss: Factor of the squared log-sum-exp of the logits, which is added to the loss of each row.
+        z_loss: Factor of the z-loss, the squared log-sum-exp of the logits. It is added to the loss of each row.
     """
     logits = at_least_fp32(logits)
     reduction = "sum" if weights is None else "none"

@@ -56,7 +56,7 @@ def linear_cross_entropy_sum(
         targets: `[rows]`, token ids.
         weights: `[rows]`, factors of the rows.
         label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
-        z_loss: Factor of the squared log-sum-exp of the logits.
+        z_loss: Factor of the z-loss, the squared log-sum-exp of the logits.
         chunk: Maximum number of logits in memory; None for the default of the device.
 
     Returns:

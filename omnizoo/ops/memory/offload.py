@@ -48,7 +48,7 @@ class HostBuffers:
         self._stream: Any = None
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory, which may still be in progress."""
+        """Start a copy to host memory and return it. The copy may still be in progress."""
         host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
         self.refill(host_tensor, tensor)
         return host_tensor
@@ -73,7 +73,7 @@ class HostBuffers:
         tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is complete
 
     def put_back(self, host_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy `host_tensor` into `tensor` on the compute stream, which also runs all later uses of `tensor`."""
+        """Copy `host_tensor` into `tensor` on the compute stream. All later uses of `tensor` run on the same stream."""
         if self._module is not None:
             # The copy stream fills `host_tensor` in `refill`, and the compute stream has not waited for it since.
             self._module.current_stream().wait_stream(self._stream)

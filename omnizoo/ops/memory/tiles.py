@@ -18,7 +18,8 @@ from omnizoo.ops.torch_private import Recomputation, TorchDispatchMode, tree_lea
 
 ROWS = 13  # number of rows in the test input of `is_row_wise`; no width of a model is equal to it
 MATMULS = {"mm", "addmm", "bmm"}
-# Operators that reshape, split or reduce tensors. The shapes of their outputs show whether they keep the rows apart.
+# Operators that reshape, split or reduce tensors. The shapes of their outputs show whether they process each row
+# independently.
 ROW_WISE = {
     *("view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze", "squeeze", "expand"),
     *("split", "slice", "chunk", "split_with_sizes", "select"),
@@ -216,7 +217,7 @@ def is_row_wise(module: nn.Module, width: int) -> bool:
 
 
 class _RowWise(TorchDispatchMode):
-    """Mode that checks whether all operators on row tensors keep the rows apart. Unknown operators fail the check."""
+    """Mode that checks whether all operators process each row independently. Unknown operators fail the check."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ SCATTERING = 7002
 
 
 class Messages(dist.Work):
-    """Several messages in progress, which can be waited for together."""
+    """Several messages in progress, with a common `wait`."""
 
     def __init__(self, messages: Iterable[dist.Work | None]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class DirectReduceScatter:
         return None
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Free the input buffer, which is no longer needed. FSDP2 would keep it until the next unit is reduced."""
+        """Free the input buffer after use. FSDP2 would keep it until the next unit is reduced."""
         buffer.untyped_storage().resize_(0)
 
 
@@ -110,9 +110,8 @@ def _exchange(
 def set_collectives(unit: FSDPModule, group: dist.ProcessGroup) -> None:
     """Make `unit` gather weights and reduce gradients with point-to-point messages, if `group` uses gloo.
 
-    If there is a single rank, the unit keeps torch's reduce-scatter, which copies the input to the output. The two
-    buffers must differ, because torch reuses the input buffer after the copy, while it still accumulates gradients from
-    the output.
+    If there is a single rank, the unit keeps torch's reduce-scatter. It copies the input to the output. The two buffers
+    must differ, because torch reuses the input buffer while gradients are still accumulated from the output.
     """
     if group.size() > 1 and dist.get_backend(group) == "gloo":
         # torch's base classes are private, but their methods are documented.

@@ -1,6 +1,6 @@
 """Apply a function to the full matrices of sharded tensors.
 
-Each matrix is gathered on one rank, which computes the result and sends every rank its shard of it.
+Each matrix is gathered on one rank. This rank computes the result and sends every rank its shard.
 """
 
 import math

@@ -97,7 +97,7 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def cast_activations(block: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast the hidden states, which are the first argument of `block`, to `dtype`. Other arguments keep their dtype.
+    """Cast the first argument of `block`, the hidden states, to `dtype`. Other arguments keep their dtype.
 
     Most models already pass hidden states in this dtype, but some first add an fp32 buffer. If `dtype` is None, nothing
     is cast.

@@ -76,7 +76,7 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a meta tensor that is sharded like `tensor`, but has `size` in `dim`, which must not be split."""
+    """Return a meta tensor that is sharded like `tensor`, but has `size` in `dim`. This dim must not be split."""
     shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
     full = torch.empty(shape, dtype=dtype, device="meta")
     if not isinstance(tensor, DTensor):

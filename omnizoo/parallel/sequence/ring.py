@@ -166,7 +166,7 @@ def _unflatten(flat: torch.Tensor, k_shape: torch.Size, v_shape: torch.Size) -> 
 def repeat_kv(x: torch.Tensor, repeats: Sequence[int] | None) -> torch.Tensor:
     """Repeat each kv head for its query heads, if kv heads have different numbers of query heads.
 
-    `repeats` is None for equal numbers, which attention kernels support directly.
+    If the numbers are equal, `repeats` is None, because attention kernels support this directly.
     """
     if repeats is None:
         return x

@@ -1,4 +1,4 @@
-"""Encoders for audio with towers of the Whisper type, which accept only full windows of 30 s."""
+"""Encoders for audio with towers of the Whisper type. Such towers accept only full windows of 30 s."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

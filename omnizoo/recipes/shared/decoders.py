@@ -39,7 +39,7 @@ def generate_arguments(sampling: Sampling) -> dict[str, Any]:
 
 @contextmanager
 def seeded(sampling: Sampling) -> Iterator[None]:
-    """Context manager that seeds torch's global generator, which transformers uses, from that of `sampling`."""
+    """Context manager that seeds torch's global generator from `sampling`, because transformers uses the global one."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         # transformers warns that the penalty ignores the prompt, but the penalty is meant to apply to codes only.
         warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")

@@ -1,4 +1,4 @@
-"""Code shared by the encoders in recipes, which use a tower of a multimodal HF model.
+"""Code shared by the encoders in recipes. These encoders use a tower of a multimodal HF model.
 
 Such an encoder has no weights, but calls the model that it was built for. The features of a media item do not depend on
 the other items in the batch. To avoid host syncs, everything that depends on sizes is computed in `prepare` or from

@@ -4,8 +4,8 @@ Gemma 3 encodes square tiles. Gemma 4 encodes patches of images of any shape and
 four mel frames of audio become one placeholder token. Models without towers (12B, "unified") project raw pixels or raw
 audio samples to placeholder tokens.
 
-The submodules of Gemma 4's image tower are called one by one. Its own `forward` expects images padded to one length and
-selects their tokens by a mask, which causes a host sync.
+The submodules of Gemma 4's image tower are called one by one. Its own `forward` expects images padded to one length. It
+selects their tokens by a mask, and this causes a host sync.
 """
 
 from collections.abc import Sequence
@@ -156,7 +156,7 @@ class PooledImageEncoder(SoftTokenEncoder):
         """Return the FLOPs of the tower, corrected for the position table and the pooling.
 
         The position table is a lookup, not a matmul. Pooling multiplies the patches of an image by a constant matrix
-        `[placeholder tokens, patches]`, which needs no gradient.
+        `[placeholder tokens, patches]` without gradient.
         """
         work = TowerFlops.of(self.tower)
         with_table = FlopCounter()
@@ -350,7 +350,7 @@ class MelAudioEncoder(AudioTowerEncoder):
     def prepare(self, media: Media) -> Inputs:
         samples = self.read_samples(media)
         out = self.extractor([samples], truncation=False, return_tensors="pt")
-        is_audio = out["input_features_mask"][0]  # False for padding, which comes last
+        is_audio = out["input_features_mask"][0]  # False for padding; padding comes last
         return {"mels": out["input_features"][0][is_audio]}
 
     def dummy_input(self) -> Inputs:

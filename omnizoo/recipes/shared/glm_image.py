@@ -37,7 +37,7 @@ class GlmImageEncoder(QwenImageEncoder):
         return fitted
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
-        """Add the grid of each step, which the tower's position table needs. The grid stays on the device."""
+        """Add the grid of each step for the tower's position table. The grid stays on the device."""
         one_step = torch.ones_like(items[0]["grid"][:1])
         step_grids = []
         for item in items:

@@ -1,4 +1,4 @@
-"""Decoders for images as codes. The model's own VQ model, which is frozen, converts images to codes and back.
+"""Decoders for images as codes. The model's own, frozen VQ model converts images to codes and back.
 
 Such a decoder has no weights, but calls the model that it was built for. The VQ model processes one image at a time,
 because rounding could change a code if images were processed in a batch.
@@ -293,7 +293,7 @@ class LineCodes(VocabularyCodes):
 
 
 def merge_token_ids(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
-    """Replace placeholder tokens with the token ids of codes, which the model embeds along with the text."""
+    """Replace placeholder tokens with the token ids of codes. The model embeds them along with the text."""
     ids = inputs["input_ids"]
     for media_features in features.values():
         index = (torch.zeros_like(media_features.index), media_features.index)

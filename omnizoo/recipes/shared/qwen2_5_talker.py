@@ -6,7 +6,7 @@ response follows, one token per frame.
 
 Inputs are built as the model's own `generate` builds them for a prompt that is padded on the left. For a prompt without
 padding, transformers 5.22.2 drops the mask before it calls the talker. The talker then adds no codec marks before the
-first frame and counts media positions like text positions, which differs from how the published weights were trained.
+first frame and counts media positions like text positions. The published weights were trained differently.
 """
 
 from collections.abc import Mapping, Sequence

@@ -157,8 +157,8 @@ class Qwen3Talker(Talker):
     ) -> dict[str, torch.Tensor]:
         """Return the loss of the code predictor.
 
-        Each frame is one sequence, which consists of the hidden state that predicts the frame and its codes. Each
-        position predicts the code of the next codebook.
+        Each frame is one sequence. It consists of the hidden state that predicts the frame, and the codes of the frame.
+        Each position predicts the code of the next codebook.
         """
         predictor = self.talker.code_predictor
         frames, codebooks = codes.shape

@@ -1,4 +1,4 @@
-"""Audio encoders of Qwen models, for audio clips and for the audio of videos, which is interleaved with frames."""
+"""Audio encoders of Qwen models, for audio clips and for the audio of videos. The latter is interleaved with frames."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -213,7 +213,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
         return chunk.flops, placeholder.flops, pair.flops
 
     def prepare(self, media: Media) -> Inputs:
-        """Return mel frames that are equal to those of the model's processor.
+        """Return the same mel frames as the model's processor.
 
         The processor pads with silence up to `chunk_length` and then removes the padding. Only the silence that the
         last FFT windows contain affects the result.
@@ -385,7 +385,7 @@ def build_thinker(
 
 
 def thinker_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any]:
-    """Return positions `[4, tokens]`: position in the text, which separates samples, then time, height and width."""
+    """Return positions `[4, tokens]`: position in the text, time, height and width. The first one separates samples."""
     tokens = torch.from_numpy(ids).long()[None]
     has_audio = {bool(item.size.inside) for item in items if item.port.modality == "video"}
     if len(has_audio) > 1:

@@ -122,8 +122,8 @@ class QwenImageEncoder(ImageTowerEncoder):
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs with the positions of patches.
 
-        Everything that depends on the grid is computed here. The tower would read the grid from the device, which
-        needs a host sync.
+        Everything that depends on the grid is computed here. Otherwise, the tower would read the grid from the device
+        with a host sync.
         """
         positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
         # [steps, patches, 2]: `tower_inputs` reads both counts from the shape, without a host sync.
@@ -230,7 +230,7 @@ def media_shapes(items: Sequence[MediaItem]) -> dict[str, torch.Tensor | None]:
 
 
 def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem], **extra_inputs: Any) -> Ids:
-    """Return positions `[4, tokens]`: the position in the text, which separates samples, then time, height and width.
+    """Return positions `[4, tokens]`: position in the text, time, height and width. The first one separates samples.
 
     Args:
         extra_inputs: Further arguments of the model's `get_rope_index`.

@@ -209,7 +209,7 @@ class InterpolatedVideoEncoder(InterpolatedImageEncoder, QwenVideoEncoder):
 
 
 class TimedVideoEncoder(InterpolatedVideoEncoder):
-    """Video encoder of Qwen3-VL and later, which inserts the time as text before each step.
+    """Video encoder of Qwen3-VL and later. It inserts the time as text before each step.
 
     `min_pixels` and `max_pixels` limit the sum over all frames of a video.
     """

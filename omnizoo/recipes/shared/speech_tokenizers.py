@@ -36,7 +36,7 @@ from omnizoo.recipes.shared.encoders import UsesModel, merge_features
 
 
 class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFlops, Decoder):
-    """Decoder for audio as frames of codes. A last frame, which contains only end codes, marks the end.
+    """Decoder for audio as frames of codes. A last frame with only end codes marks the end.
 
     Args:
         max_seconds: Maximum length of an audio clip.
@@ -87,12 +87,12 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 
     @property
     def depth(self) -> Any:
-        """The depth decoder, which predicts all codebooks except the first."""
+        """The depth decoder. It predicts all codebooks except the first."""
         return self.model.depth_decoder
 
     @property
     def head(self) -> Any:
-        """The head of the language model, which predicts the first codebook."""
+        """The head of the language model. It predicts the first codebook."""
         return self.model.get_output_embeddings()
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
@@ -190,9 +190,9 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     def residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Return the loss of the depth decoder.
 
-        Each frame is one sequence, which consists of the hidden state that predicts the frame and its codes. Each
-        position predicts the code of the next codebook. Without frames, the depth decoder runs on a dummy frame. It may
-        be sharded, so other ranks would otherwise wait in its collectives.
+        Each frame is one sequence. It consists of the hidden state that predicts the frame, and the codes of the frame.
+        Each position predicts the code of the next codebook. Without frames, the depth decoder runs on a dummy frame.
+        It may be sharded, so other ranks would otherwise wait in its collectives.
         """
         if not len(codes):
             dummy_hidden = hidden.sum(0, keepdim=True)
@@ -241,6 +241,6 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 def merge_frame_embeddings(
     model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
 ) -> dict[str, Any]:
-    """Insert the embeddings of frames between the text embeddings, which come from a separate table."""
+    """Insert the embeddings of frames between the text embeddings. Text has a separate embedding table."""
     embeddings = text_embedding(model)(inputs["input_ids"])
     return merge_features(model, inputs | {"inputs_embeds": embeddings}, features)

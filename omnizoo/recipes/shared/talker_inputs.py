@@ -38,7 +38,7 @@ class TalkerContext:
     spans: list[tuple[int, int]]  # (first token, count): the context, then the response
     before: Ids  # token ids of the context and the header of the response
     items: list[MediaItem]  # media items in the context
-    text: int  # number of text tokens of the response, which come last in the spans
+    text: int  # number of text tokens of the response; they come last in the spans
 
     @property
     def rows(self) -> int:

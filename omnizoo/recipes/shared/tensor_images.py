@@ -1,4 +1,4 @@
-"""Image preparation for families whose processor needs torchvision, which OmniZoo does not use.
+"""Image preparation for families whose processor needs torchvision. OmniZoo does not use torchvision.
 
 It reads the settings of the processor, resizes uint8 images and converts them to floats like the processor. All other
 steps depend on the family.

@@ -2,7 +2,7 @@
 
 Callbacks run on rank 0 at five events of a run. They receive plain data. A callback may request to stop the run or save
 a checkpoint. Rank 0 shares requests and failures with all ranks: immediately after an evaluation, and otherwise with
-the stop flag of the next step (`train_step(stop=...)`), which needs no additional collective.
+the stop flag of the next step (`train_step(stop=...)`). The flag needs no additional collective.
 """
 
 from collections.abc import Mapping

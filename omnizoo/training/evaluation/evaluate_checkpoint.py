@@ -51,7 +51,7 @@ def evaluate(
         out: Folder for the results. Default: `eval/step_N` in the run folder.
         model: Used in place of `model.path`, as in `train`. The weights of a checkpoint replace its weights.
         tokenizer: Used in place of `model.tokenizer`.
-        data: Used in place of `data.sources`, the training data, which is not evaluated.
+        data: Used in place of `data.sources`, the training data. It is not evaluated.
         eval_data: Used in place of `data.eval_sources`: a list of dicts, a `datasets.Dataset` or a torch dataset.
         allow_code: Python modules, with submodules, that the config of a run folder may import code from.
         trust_remote_code: Whether Python code in the model folder of a run may run.

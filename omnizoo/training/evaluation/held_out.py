@@ -42,7 +42,7 @@ class TokenAccuracy(Loss):
 def token_metrics(config: Config) -> list[NamedLoss]:
     """Return the metrics of `evaluation.metrics` that are computed from logits, along with the losses.
 
-    Their names begin with a slash, which distinguishes them from loss terms (see `_key`).
+    Their names begin with a slash, to distinguish them from loss terms (see `_key`).
     """
     metrics = []
     for settings in config.evaluation.metrics:
@@ -73,7 +73,7 @@ def token_metrics(config: Config) -> list[NamedLoss]:
 
 
 def sum_totals(totals: Sequence[StepTotals]) -> StepTotals:
-    """Return the sum of `totals`, which belong to several parts of the held-out data."""
+    """Return the sum of `totals`. Each of them belongs to one part of the held-out data."""
     sums: dict[str, Any] = {}
     for field in fields(StepTotals):
         values = [getattr(part, field.name) for part in totals]
@@ -242,7 +242,7 @@ def _key(source: str, term: str = "") -> str:
 
     Args:
         source: Short name of the source; empty for all sources together.
-        term: Name of a loss term, or of a token metric, which begins with a slash; empty for the loss.
+        term: Name of a loss term, or name of a token metric with its slash; empty for the loss.
     """
     prefix = f"eval/{source}" if source else "eval"
     if term.startswith("/"):

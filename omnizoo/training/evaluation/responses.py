@@ -1,7 +1,7 @@
 """Generate responses to held-out prompts at every evaluation, and compute metrics on them.
 
-The weights are gathered on rank 0, which generates while the other ranks wait. The full model must therefore fit on one
-device. Generation does not change the run: it uses a copy of the weights and a separate random generator.
+The weights are gathered on rank 0. This rank generates while the other ranks wait. The full model must therefore fit on
+one device. Generation does not change the run: it uses a copy of the weights and a separate random generator.
 """
 
 import itertools
@@ -71,7 +71,7 @@ class Sampled:
     records: list[dict[str, Any]]  # entries of samples.jsonl; empty on ranks other than 0
 
     def failed_prompts(self) -> str:
-        """Return a message about the prompts without a response; empty if there are none. Only rank 0 knows them."""
+        """Return a message about the prompts without a response; empty if there are none. Only rank 0 has them."""
         failed = [record for record in self.records if "error" in record]
         if not failed:
             return ""

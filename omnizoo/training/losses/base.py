@@ -48,7 +48,7 @@ EXPECTED = (
     "a subclass of omnizoo.Loss with one of from_logits(logits, batch), from_hidden(hidden, head, batch), "
     "from_routers(records, batch)"
 )
-COUNT_EXPECTED = "a number >= 0 that depends only on the totals of the step, which are known before the forward pass"
+COUNT_EXPECTED = "a number >= 0 that depends only on the totals of the step"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Loss:
     def count(self, totals: StepTotals) -> float:
         """Return the denominator of the sum over all ranks and micro-batches.
 
-        Default: the sum of the weights of all text targets, which matches `batch.sum`.
+        Default: the sum of the weights of all text targets. This matches `batch.sum`.
 
         Args:
             totals: Totals of the step over all ranks.

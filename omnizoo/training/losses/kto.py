@@ -18,8 +18,8 @@ class KTO(ReferenceLoss):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024), averaged over responses.
 
     With `baseline="kl"`, the baseline is the mean log-ratio of model and reference over the mismatched prompt-response
-    pairs of the step, clamped to at least 0. With `baseline="zero"`, the baseline is 0, which is APO-zero
-    (D'Oosterlinck et al., 2024) for labeled responses. For the option `reference`, see `Reference`.
+    pairs of the step, clamped to at least 0. With `baseline="zero"`, the baseline is 0. For labeled responses, this is
+    APO-zero (D'Oosterlinck et al., 2024). For the option `reference`, see `Reference`.
     """
 
     kind = "kto"

@@ -77,7 +77,7 @@ def score_in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor) -
 
 
 class ResponseLoss(LogProbabilityLoss):
-    """Base class of losses on the log-probabilities of complete responses, which are sums over their tokens."""
+    """Base class of losses on the log-probabilities of complete responses. These are sums over tokens."""
 
     def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """Return the sum of the loss, given the log-probabilities `scores` of this rank's text targets, `[targets]`.

@@ -154,7 +154,7 @@ class Reference:
         return sums
 
     def _reference_config(self, config: Config) -> Config:
-        """Return the config of the run, with the reference in place of the trained model."""
+        """Return the config of the run, in which the reference replaces the trained model."""
         if not self.is_base and self.folder is None and config.model.init_from is not None:
             raise UserError(
                 f"model.init_from: {config.model.init_from}: the reference of {self.kind} is ambiguous. Export that "

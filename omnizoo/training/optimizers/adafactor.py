@@ -90,8 +90,9 @@ class Adafactor(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter that the current step updates. Its methods return sums over the local shard, which the caller sums
-    over ranks."""
+    """A parameter that the current step updates.
+
+    Its methods return sums over the local shard. The caller sums them over ranks."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
@@ -99,7 +100,7 @@ class _Member:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The local shard of the gradient, which `normalize_gradient` turns into the update."""
+        """The local shard of the gradient. `normalize_gradient` turns it into the update."""
         assert self.parameter.grad is not None
         return local_shard(self.parameter.grad)
 
@@ -191,7 +192,7 @@ def _square(parameter: torch.Tensor) -> torch.Tensor:
 def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Split a matrix, or a stack of matrices, by rows. Temporary tensors of a piece are much smaller than the weight.
 
-    The number of rows per piece is that of `like` (default: `matrix`), so that the pieces of both tensors match.
+    The pieces have as many rows as the pieces of `like` (default: `matrix`), so that the pieces of both tensors match.
     """
     like = matrix if like is None else like
     num_rows = like.shape[-2]

@@ -87,7 +87,7 @@ class OptimizerGroup(torch.optim.Optimizer):
         """Join the optimizers.
 
         Args:
-            parts: The optimizers, which have different parameters.
+            parts: The optimizers. No two of them have a parameter in common.
             average: The moving average of each parameter; empty without `optimizer.ema`.
             offloaded_state: Offloads the state to the CPU; None to keep it on the device.
         """
@@ -214,8 +214,8 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
     Args:
         optimizer: The optimizer.
         skip: Boolean tensor on the device. If true, weights and optimizer state do not change.
-        grad_divisor: Divisor of the gradients on the device, for clipping. The fused kernel divides by it, which saves
-            a separate pass over the gradients. None for no clipping.
+        grad_divisor: Divisor of the gradients on the device, for clipping. The fused kernel divides by it, to save a
+            separate pass over the gradients. None for no clipping.
 
     Returns:
         False if the optimizer does not support this. In this case, nothing is updated.
@@ -229,7 +229,7 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
         grad_divisor = None if grad_divisor is None else grad_divisor.cpu()
     for part in parts:
         grad_scale = None if grad_divisor is None else grad_divisor.float()
-        # torch's fused kernels read these attributes, which no class declares.
+        # torch's fused kernels read these attributes, although no class declares them.
         vars(part).update(found_inf=skip.float(), grad_scale=grad_scale)
         part.step()
     return True
@@ -287,7 +287,7 @@ def _to_json(options: Mapping[str, Any]) -> str:
 
 
 def _class_of(choice: Choice) -> Any:
-    """Return the optimizer class. Checks the options of plugins; the config has checked those of built-in kinds."""
+    """Return the optimizer class, and check the options of a plugin. The config has checked those of built-in kinds."""
     key = choice.key
     kind = KINDS.get(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:

@@ -1,4 +1,4 @@
-"""Marks for the phases of a step, which the profiler records."""
+"""Marks for the phases of a step. The profiler records them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
