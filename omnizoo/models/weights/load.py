@@ -30,7 +30,7 @@ from omnizoo.models.interfaces.score_head import replaced_weights
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import store_recipe
-from omnizoo.models.untrusted_folders import list_names, open_weights, tensor_names, weight_files
+from omnizoo.models.untrusted_folders import list_names, open_weights, read_json, tensor_names, weight_files
 from omnizoo.models.weights.vocabulary import PublishedRows, may_grow, rows_of_files
 from omnizoo.models.wrapper_models import use_inner_forward
 
