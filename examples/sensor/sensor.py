@@ -65,7 +65,7 @@ class SeriesDecoder(Series, CustomFlops, Decoder):
         return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.head(hidden), targets, reduction="none").mean(-1).sum()
+        return F.mse_loss(self.head(hidden), targets, reduction="none").mean(-1)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         return None if len(targets) * self.patch >= self.horizon else self.head(hidden)

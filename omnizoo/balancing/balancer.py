@@ -89,4 +89,5 @@ class Balancer:
             counters=counters,
             bad_rows=[message for status in statuses for message in status["bad_rows"]],
             kto_baseline=kto_baseline,
+            totals_by_source=plan.totals_by_source,
         )

@@ -1,7 +1,7 @@
 """The `Batch` type: a micro-batch of one rank, with concatenated packs as CPU tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ class Batch:
     media: dict[Port, list[Inputs]]  # inputs of the media items that this rank processes, by port
     routes: dict[Port, FeatureRoute]  # features that this rank sends and receives, by port
     preferences: Preferences | None = None  # role of each segment; None without preference rows
+    sources: list[int] = field(default_factory=list)  # index in data.sources of each segment
+    # Index in data.sources of each media item that this rank processes, by port.
+    sources_by_port: dict[Port, list[int]] = field(default_factory=dict)
 
     @property
     def lengths(self) -> list[int]:
@@ -41,6 +44,7 @@ def collate(
     packs: Sequence[Pack],
     media: dict[Port, list[Inputs]] | None = None,
     routes: dict[Port, FeatureRoute] | None = None,
+    sources_by_port: dict[Port, list[int]] | None = None,
 ) -> Batch:
     """Concatenate the packs of a micro-batch.
 
@@ -51,6 +55,7 @@ def collate(
         packs: The packs of this rank, including dummy packs.
         media: Inputs of the media items that this rank processes, by port.
         routes: Features that this rank sends and receives, by port.
+        sources_by_port: Index in `data.sources` of each media item that this rank processes, by port.
     """
     lengths = np.array([length for pack in packs for length in pack.lengths])
     ends = np.cumsum(lengths)
@@ -72,4 +77,6 @@ def collate(
         media=media or {},
         routes=routes or {},
         preferences=Preferences.concatenate([p.preferences for p in packs], [len(p.lengths) for p in packs]),
+        sources=[source for pack in packs for source in pack.sources],
+        sources_by_port=sources_by_port or {},
     )

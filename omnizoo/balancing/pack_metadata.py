@@ -24,12 +24,11 @@ Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]
 
-# A message consists of these sections in this order. It starts with their sizes in bytes, as int64.
-SECTIONS = ("packs", "lengths", "items", "spans", "status")
+# A message consists of a header with the size of each section in bytes (int64), and these sections in this order.
+SECTIONS = ("packs", "lengths", "counts", "items", "spans", "status")
 HEADER_BYTES = len(SECTIONS) * np.dtype(np.int64).itemsize
 
-# Maps each preference count of a pack to the role of the segments that it counts. A pair is counted by its chosen
-# response.
+# Maps each preference count of a pack to the role of the segments to count. A pair counts once, by its chosen response.
 PREFERENCES = {
     "pairs": "chosen",
     "desirable": "desirable",
@@ -41,21 +40,29 @@ PACK = np.dtype(
         ("index", "i8"),  # position of the pack in the run
         ("is_dummy", "i8"),  # 1 for dummy packs
         ("num_segments", "i8"),
+        ("num_counts", "i8"),  # number of data sources of the segments
         ("num_items", "i8"),  # number of media items
+        ("cost", "f8"),  # FLOPs, without those of the media items
+    ]
+)
+COUNT = np.dtype(  # counts of the segments of a pack that come from the same source
+    [
+        ("source", "i8"),  # index in data.sources
+        ("num_tokens", "i8"),
         ("num_targets", "i8"),  # number of text tokens that contribute to the loss
         ("target_weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
         *((name, "i8") for name in PREFERENCES),
         ("num_responses", "i8"),  # number of segments with a text target
-        ("cost", "f8"),  # FLOPs, without media items
     ]
 )
 ITEM = np.dtype(
     [
         ("port", "i8"),  # index into the model's ports
+        ("source", "i8"),  # index in data.sources
         ("num_placeholders", "i8"),
         ("num_targets", "i8"),  # contribution of the item to the denominator of its loss; 0 if it has no loss
         ("is_target", "i8"),  # 1 if the model predicts the item, with or without a loss on it
-        ("num_residual_targets", "i8"),  # the same as num_targets, for the second loss
+        ("num_residual_targets", "i8"),  # contribution of the item to the denominator of the second loss
         ("num_spans", "i8"),
         ("cost", "f8"),  # FLOPs
     ]
@@ -66,10 +73,14 @@ Cost = Callable[[Pack], float]  # returns the FLOPs of a pack, without its media
 
 @dataclass(frozen=True)
 class PackTable:
-    """Metadata of several packs. The segments, items and spans of all packs are concatenated in the order of packs."""
+    """Metadata of several packs.
+
+    The segments, counts, items and spans of all packs are concatenated in the order of packs.
+    """
 
     packs: Records  # [packs], dtype PACK
     lengths: Numbers  # [segments], in tokens
+    counts: Records  # [counts], dtype COUNT
     items: Records  # [items], dtype ITEM
     spans: Numbers  # [spans, 2], index of the first token in the pack, and number of tokens
 
@@ -85,9 +96,12 @@ class PackTable:
         items = [item for pack in packs for item in pack.items]
         lengths = [length for pack in packs for length in pack.lengths]
         spans = [span for item in items for span in item.spans]
+        counts = [_count_records(pack) for pack in packs]
+        pack_records = [_pack_record(pack, len(records), cost) for pack, records in zip(packs, counts, strict=True)]
         return cls(
-            packs=np.array([_pack_record(pack, cost) for pack in packs], PACK),
+            packs=np.array(pack_records, PACK),
             lengths=np.array(lengths, np.int64),
+            counts=np.array([record for records in counts for record in records], COUNT),
             items=np.array([_item_record(item, ports) for item in items], ITEM),
             spans=np.array(spans, np.int64).reshape(-1, 2),
         )
@@ -98,6 +112,7 @@ class PackTable:
         return cls(
             packs=np.concatenate([table.packs for table in tables]),
             lengths=np.concatenate([table.lengths for table in tables]),
+            counts=np.concatenate([table.counts for table in tables]),
             items=np.concatenate([table.items for table in tables]),
             spans=np.concatenate([table.spans for table in tables]),
         )
@@ -140,35 +155,43 @@ class PackTable:
         return [(first + offset, count) for first, count in spans]
 
 
-def _pack_record(pack: Pack, cost: Cost) -> tuple[Any, ...]:
+def _pack_record(pack: Pack, num_counts: int, cost: Cost) -> tuple[Any, ...]:
     """Return the metadata of one pack as a record of dtype `PACK`."""
-    is_target = pack.columns["labels"] != IGNORE_INDEX
-    target_weight: float = pack.num_targets
-    weights = pack.columns.get("loss_weights")
-    if weights is not None:
-        target_weight = float(weights[is_target].sum(dtype=np.float64))
+    return (pack.index, pack.is_dummy, len(pack.lengths), num_counts, len(pack.items), cost(pack))
 
-    roles = pack.preferences.roles if pack.preferences else []
-    preference_counts = [roles.count(role) for role in PREFERENCES.values()]
-    segment_ends = np.cumsum(pack.lengths)
-    segment_of_target = np.searchsorted(segment_ends, np.flatnonzero(is_target), side="right")
-    return (
-        pack.index,
-        pack.is_dummy,
-        len(pack.lengths),
-        len(pack.items),
-        pack.num_targets,
-        target_weight,
-        *preference_counts,
-        len(np.unique(segment_of_target)),
-        cost(pack),
-    )
+
+def _count_records(pack: Pack) -> list[tuple[Any, ...]]:
+    """Return the counts of a pack for each source that its segments come from, as records of dtype `COUNT`."""
+    target_index = np.flatnonzero(pack.columns["labels"] != IGNORE_INDEX)
+    segment_of_target = np.searchsorted(np.cumsum(pack.lengths), target_index, side="right")
+    weights = np.ones(len(target_index))
+    if "loss_weights" in pack.columns:
+        weights = pack.columns["loss_weights"][target_index].astype(np.float64)
+    roles = pack.preferences.roles if pack.preferences else [""] * len(pack.lengths)
+
+    records = []
+    source_of_segment = np.array(pack.sources)
+    for source in np.unique(source_of_segment).tolist():
+        segments = np.flatnonzero(source_of_segment == source)
+        is_counted = source_of_segment[segment_of_target] == source
+        roles_of_source = [roles[segment] for segment in segments]
+        record = (
+            source,
+            sum(pack.lengths[segment] for segment in segments),
+            int(is_counted.sum()),
+            float(weights[is_counted].sum()),
+            *(roles_of_source.count(role) for role in PREFERENCES.values()),
+            len(np.unique(segment_of_target[is_counted])),
+        )
+        records.append(record)
+    return records
 
 
 def _item_record(item: MediaItem, ports: Sequence[Port]) -> tuple[Any, ...]:
     """Return the metadata of one media item as a record of dtype `ITEM`."""
     return (
         ports.index(item.port),
+        item.source,
         item.size.num_placeholders,
         item.targets,
         item.is_target,
@@ -199,7 +222,8 @@ def encode_message(table: PackTable, status: Any) -> bytes:
         table: Metadata of the packs that this rank has loaded.
         status: Status of this rank, as a value that JSON can represent.
     """
-    sections = [array.tobytes() for array in (table.packs, table.lengths, table.items, table.spans)]
+    arrays = (table.packs, table.lengths, table.counts, table.items, table.spans)
+    sections = [array.tobytes() for array in arrays]
     sections.append(json.dumps(status).encode())
     header = np.array([len(section) for section in sections], np.int64).tobytes()
     return header + b"".join(sections)
@@ -229,6 +253,7 @@ def decode_messages(messages: Sequence[Bytes]) -> tuple[PackTable, list[Any]]:
     table = PackTable(
         packs=np.concatenate(section("packs")).view(PACK),
         lengths=np.concatenate(section("lengths")).view(np.int64),
+        counts=np.concatenate(section("counts")).view(COUNT),
         items=np.concatenate(section("items")).view(ITEM),
         spans=np.concatenate(section("spans")).view(np.int64).reshape(-1, 2),
     )

@@ -18,7 +18,8 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, Received, exchange_
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 
-HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent along with its columns
+# Fields of a pack that are sent along with its columns.
+HEADER = ("index", "lengths", "sample_ids", "preferences", "sources")
 
 
 def redistribute(
@@ -55,10 +56,12 @@ def redistribute(
         indices = micro_batch_plan.packs[mesh.dp_rank]
         local_packs = [received_packs.get(index) or dummy_pack(index) for index in indices]
         media: dict[Port, list[Inputs]] = {port: [] for port in ports}
+        sources: dict[Port, list[int]] = {port: [] for port in ports}
         for item, port in micro_batch_plan.owned(mesh.rank):
             item_inputs = inputs[number, item]
             media[port].append({name: pinned(tensor, mesh.device) for name, tensor in item_inputs.items()})
-        batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank)))
+            sources[port].append(micro_batch_plan.source_of(item))
+        batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank), sources))
     return batches, plan, statuses
 
 

@@ -18,6 +18,7 @@ class StepData:
     counters: dict[str, int] = field(default_factory=dict)
     bad_rows: Sequence[str] = ()  # messages from all ranks about rows that were skipped in this step
     kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs; excluded from training
+    totals_by_source: dict[int, StepTotals] = field(default_factory=dict)  # keyed by index in data.sources
 
     @property
     def tokens(self) -> int:

@@ -5,13 +5,21 @@ need no further communication. A plan can also be computed outside a distributed
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from omnizoo.balancing.assign import assign_items_near, assign_packs
-from omnizoo.balancing.pack_metadata import PREFERENCES, Cost, Numbers, PackTable, concatenate_ranges, offsets
+from omnizoo.balancing.pack_metadata import (
+    PREFERENCES,
+    Cost,
+    Numbers,
+    PackTable,
+    Records,
+    concatenate_ranges,
+    offsets,
+)
 from omnizoo.data.packing.pack import dummy_pack
 from omnizoo.modalities.item import Port
 from omnizoo.parallel.feature_exchange import FeatureRoute, PackGroup, plan_routes
@@ -53,6 +61,7 @@ class StepPlan:
     rounds: list["MicroBatchPlan"]
     totals: StepTotals
     imbalance: dict[str, float]  # cost on the busiest rank / mean cost, for packs (key `tokens`) and for each port
+    totals_by_source: dict[int, StepTotals] = field(default_factory=dict)  # keyed by index in data.sources
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ def plan_step(
     if not num_packs:
         return StepPlan([], StepTotals(tokens=0, packs=0, targets={}, weight=0, flops=0.0), {})
     totals = count_totals(table, ports)
+    totals_by_source = count_by_source(table, ports)
 
     # Add dummy packs so that all ranks get the same number. Held-out data, for example, may have any number of packs.
     num_dummies = -num_packs % (layout.dp * micro_batch)
@@ -105,7 +115,7 @@ def plan_step(
 
     slowest = float(costs[assigned].max(0).sum())
     imbalance = {"tokens": slowest * layout.dp / float(costs.sum())} | media_imbalance(rounds, layout.world)
-    return StepPlan(rounds, totals, imbalance)
+    return StepPlan(rounds, totals, imbalance, totals_by_source)
 
 
 def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
@@ -117,8 +127,35 @@ def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
     """
     is_real = table.packs["is_dummy"] == 0
     packs = table.packs[is_real]
+    counts = table.counts[np.repeat(is_real, table.packs["num_counts"])]
     items = table.items[np.repeat(is_real, table.packs["num_items"])]
-    targets = {TEXT: int(packs["num_targets"].sum())}
+    return _totals(counts, items, ports, num_packs=len(packs), pack_flops=_sum(packs["cost"]))
+
+
+def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTotals]:
+    """Return the totals of the samples from each source, keyed by index in `data.sources`.
+
+    `packs` is the number of packs with samples from the source. `flops` contains only the FLOPs of media items.
+
+    Args:
+        table: Metadata of the packs of all ranks.
+        ports: All ports of the model.
+    """
+    is_dummy = table.packs["is_dummy"] == 1
+    counts = table.counts[np.repeat(~is_dummy, table.packs["num_counts"])]
+    totals = {}
+    for source in np.unique(counts["source"]).tolist():
+        counts_of_source = counts[counts["source"] == source]
+        items_of_source = table.items[table.items["source"] == source]
+        totals[source] = _totals(
+            counts_of_source, items_of_source, ports, num_packs=len(counts_of_source), pack_flops=0.0
+        )
+    return totals
+
+
+def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: int, pack_flops: float) -> StepTotals:
+    """Return the totals of records of dtype `COUNT` and `ITEM`."""
+    targets = {TEXT: int(counts["num_targets"].sum())}
     for i, port in enumerate(ports):
         if port.role == "encoder":
             continue
@@ -128,18 +165,18 @@ def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
         if items_of_port["num_residual_targets"].any():
             targets[f"{port.modality}/{RESIDUAL}"] = int(items_of_port["num_residual_targets"].sum())
     return StepTotals(
-        tokens=int(table.tokens[is_real].sum()),
-        packs=len(packs),
+        tokens=int(counts["num_tokens"].sum()),
+        packs=num_packs,
         targets=targets,
-        weight=_sum(packs["target_weight"]),
-        flops=_sum(packs["cost"]) + _sum(items["cost"]),
-        answers=int(packs["num_responses"].sum()),
-        **{name: int(packs[name].sum()) for name in PREFERENCES},
+        weight=_sum(counts["target_weight"]),
+        flops=pack_flops + _sum(items["cost"]),
+        answers=int(counts["num_responses"].sum()),
+        **{name: int(counts[name].sum()) for name in PREFERENCES},
     )
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:
-    """Return the sum of values, added in sorted order. The order of the packs does not change a single bit of it."""
+    """Return the sum of values, added in sorted order. The result is bitwise independent of the order of the packs."""
     return float(np.sort(values).sum())
 
 
@@ -187,8 +224,12 @@ class MicroBatchPlan:
             self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
-        """Return the items that `rank` processes, each as its number in this micro-batch and its port."""
+        """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
+
+    def source_of(self, item: int) -> int:
+        """Return the index in `data.sources` of an item, given its number in this micro-batch."""
+        return int(self.table.items["source"][self.items[item]])
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
         """Return the features that `rank` sends to other ranks, and those that it receives for its tokens, by port."""

@@ -157,7 +157,7 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
-        for key in reversed(keys):  # the key with the fewest levels comes last and replaces the others
+        for key in reversed(keys):  # the last key, with the fewest levels, replaces the other keys
             last_part = key.rpartition(".")[2]
             flags[f"--{last_part}"] = f"--{key}"
 

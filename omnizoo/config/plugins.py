@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from omnizoo.config.errors import UserError, named_line
 
 PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # a key with one of these names may name a plugin
-# Errors that user code may raise when it is imported or called.
+# Errors that imports and calls of user code may raise.
 CODE_ERRORS = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
     *(NameError, SyntaxError, ImportError, OSError, MemoryError),

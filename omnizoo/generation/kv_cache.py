@@ -64,7 +64,7 @@ def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
 
 
 def _join_layers(layers: Sequence[Any]) -> None:
-    """Append the keys and values `[rows, heads, positions, width]` of the other layers to those of the first."""
+    """Append keys and values `[rows, heads, positions, width]` of all other layers to the first layer."""
     if layers[0].is_initialized:  # False for layers that use the keys and values of another layer
         layers[0].keys = torch.cat([layer.keys for layer in layers])
         layers[0].values = torch.cat([layer.values for layer in layers])

@@ -38,7 +38,7 @@ UNUSED_TEXT = (".md", ".gitattributes", ".gitignore", ".yaml", ".yml")  # suffix
 
 
 def has_rows(name: PurePath) -> bool:
-    """Whether a file contains rows according to its name. Hidden files do not."""
+    """Whether a file contains rows, judging by its name. Hidden files contain none."""
     is_hidden = any(part.startswith(".") for part in name.parts)
     return name.suffix in ROW_FILES and name.name not in NOT_ROWS and not is_hidden
 

@@ -299,7 +299,7 @@ def _check_hash(repository: Repository, name: str, key: str) -> None:
 
 
 def hash_of(path: Path, file: HubFile) -> str:
-    """Return the hash of a file, of the kind that the hub lists for it: sha256 for large files, else the git hash."""
+    """Return the hash of a file in the same form as on the hub: sha256 for large files, otherwise the git hash."""
     if file.sha256:
         digest = hashlib.sha256()
     else:

@@ -172,7 +172,7 @@ def _time_of(path: Path) -> int | None:
 
 
 def write_record(repository: Repository, verified: Iterable[str]) -> None:
-    """Write a record of a download: the files of the commit, and those whose hashes were checked.
+    """Write a record of a download: the files of the commit, and the files with checked hashes.
 
     Nothing is written if the hub did not list the files, or if the cache is not writable.
 

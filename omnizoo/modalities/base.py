@@ -157,14 +157,14 @@ class Decoder(ItemModule):
         raise NotImplementedError
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of all targets.
+        """Return the loss of each target, or their sum. Metrics by data source need the loss of each target.
 
         Args:
             hidden: `[N, width]`, hidden states of the tokens before the targets; N may be 0.
             targets: `[N, K]`. Float targets are fp32 or wider, regardless of the precision of the computation.
 
         Returns:
-            A scalar; 0 if there are no targets.
+            The losses `[N]`, or their sum, a scalar that is 0 if there are no targets.
         """
         raise NotImplementedError
 
@@ -240,9 +240,9 @@ class MultiLossDecoder:
     term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return one sum for each loss term in `term_weights`, over all targets.
+        """Return the losses of each loss term in `term_weights`.
 
-        The arguments are the same as for `Decoder.loss`.
+        The arguments and each result are the same as for `Decoder.loss`.
         """
         raise NotImplementedError
 
@@ -341,7 +341,9 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
-        """Return one sum for each loss term in `term_weights`, over the targets of all items.
+        """Return the losses of each loss term in `term_weights`: one sum for each item, `[items]`, or one scalar.
+
+        Metrics by data source need one sum for each item.
 
         `rows [N, row width]` contains the rows of the tokens of all items, in order.
         """

@@ -122,10 +122,10 @@ def _check_losses(decoder: Decoder, hidden: torch.Tensor, targets: torch.Tensor,
 
     for term, loss in losses.items():
         name = f"`losses` {term!r}" if len(losses) > 1 else "`loss`"
-        assert loss.ndim == 0, f"{name} must be a scalar, not {list(loss.shape)}"
-        total = torch.stack([item_losses[term] for item_losses in losses_by_item]).sum()
-        assert torch.allclose(loss, total, rtol=CLOSE), f"{name} must be a sum over targets, not a mean"
-        empty_loss = float(empty_losses[term].detach())
+        assert loss.shape in ((), (len(targets),)), f"{name} must be a scalar or [targets], not {list(loss.shape)}"
+        total = torch.stack([item_losses[term].sum() for item_losses in losses_by_item]).sum()
+        assert torch.allclose(loss.sum(), total, rtol=CLOSE), f"{name} must be a sum over targets, not a mean"
+        empty_loss = float(empty_losses[term].detach().sum())
         assert empty_loss == 0, f"{name} of no targets must be 0, not {empty_loss}"
 
 

@@ -71,7 +71,7 @@ def is_trained(module: nn.Module) -> bool:
 
 def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Return (forward FLOPs, forward and backward FLOPs) of `run`. torch counts them on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
+    from torch.utils.flop_counter import FlopCounterMode  # imported here, because this import is slow: it loads triton
 
     with FlopCounterMode(display=False) as counter:
         output = run()

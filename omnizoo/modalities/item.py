@@ -27,7 +27,7 @@ class MediaSize:
     """Size and cost of an item, known before it is decoded."""
 
     num_placeholders: int  # number of tokens in the sequence
-    cost: float  # FLOPs of `encode` (and its backward if trained) or of `targets`, used to balance ranks
+    cost: float  # FLOPs of `encode` (with backward if trained) or of `targets`; ranks are balanced by cost
     targets: int | None = None  # for decoders only: contribution to the loss count; if None, `num_placeholders`
     num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
     # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64); () is one run.
@@ -62,6 +62,7 @@ class MediaItem:
     raw: Media | None = None  # the item of the row; None after preparation
     inputs: Inputs | None = None  # the prepared item, on the rank that prepared it
     has_targets: bool = True  # False if only the log-likelihood of a target is used, not its loss
+    source: int = 0  # index in data.sources; set when the item is prepared
     answer: int | None = None  # for followers only: index of the assistant message
     notes: Inputs = field(default_factory=dict)  # for followers only: tensors derived from the conversation
 

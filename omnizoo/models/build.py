@@ -1,6 +1,6 @@
 """Build the model of a config on the meta device, without weights or memory.
 
-The model is the unmodified transformers class, a composed model, or a user module.
+The model is the unmodified class of transformers or diffusers, a composed model, or a user module.
 """
 
 from copy import deepcopy
@@ -19,6 +19,7 @@ from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
 from omnizoo.models.adapters.lora import attach
 from omnizoo.models.adapters.peft_files import adapter_settings, check_base, check_shapes
+from omnizoo.models.diffusion.denoiser import build_denoiser, is_denoiser
 from omnizoo.models.export_files import keep_export_files, read_published, read_voices_beside
 from omnizoo.models.hf_private import (
     PACKED,
@@ -85,6 +86,9 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
     if model.module is not None:
         with torch.device(device):
             return _build_user_module(model).to(MASTER_DTYPE[precision])
+    if is_denoiser(model):
+        denoiser = build_denoiser(model, device)
+        return denoiser.double() if precision == "fp64" else denoiser.float()
 
     config = read_model_config(model)
     language_section = model.foundation or model

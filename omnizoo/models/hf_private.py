@@ -45,6 +45,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
 from omnizoo.config.versions import check_signatures
+from omnizoo.models.diffusion.recipe import denoiser_recipe, parts_in_fp32
 from omnizoo.models.untrusted_folders import open_weights
 
 PACKED = "packed"  # name of our attention in transformers' attention interface
@@ -88,6 +89,8 @@ def count_owners(model: nn.Module) -> Counter[int]:
 
 def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters, keyed by name, that the model's authors keep in fp32 in a bf16 run."""
+    if denoiser_recipe(model) is not None:
+        return parts_in_fp32(model)
     fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return {name: p for name, p in model.named_parameters() if any(fragment in name for fragment in fragments)}
 
@@ -338,6 +341,38 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
     )
 
 
+def load_unconverted(model: nn.Module, files: list[Path], device: torch.device) -> Loaded:
+    """Fill `model` (on meta, sharded or not) from safetensors that have its names and shapes.
+
+    Each rank reads only its local shards.
+    """
+    persistent = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    targets: dict[str, Any] = dict(model.named_parameters()) | persistent
+    unexpected: set[str] = set()
+    mismatched: dict[str, str] = {}
+    with open_weights(files) as weights:
+        for name, weight in weights.items():
+            if name not in targets:
+                unexpected.add(name)
+                continue
+            target = targets.pop(name)
+            shape = tuple(weight.get_shape())
+            if shape != tuple(target.shape):
+                mismatched[name] = f"{shape} in the files, {tuple(target.shape)} in the model"
+                continue
+            if hasattr(target, "placements"):
+                shard = DtensorShardOperation(target).shard_tensor(weight, device=device, dtype=target.dtype)
+                assert shard is not None, name
+                loaded = _dtensor_from_local_like(shard.clone(), target)
+            else:
+                loaded = weight[...].to(device, target.dtype, copy=True)
+            is_parameter = isinstance(target, nn.Parameter)
+            _replace(model, name, nn.Parameter(loaded, target.requires_grad) if is_parameter else loaded)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = {name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)}
+    return Loaded(missing=set(targets), unexpected=unexpected, mismatched=mismatched)
+
+
 def _replace_by_full(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
     """Replace sharded parameters with full parameters on meta if they cannot be converted shard by shard.
 
@@ -390,8 +425,8 @@ def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
         _replace(model, name, filled)
 
 
-def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter `name` of `model`."""
+def _replace(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
+    """Replace the parameter or buffer `name` of `model`."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, parameter)
 

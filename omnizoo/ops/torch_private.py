@@ -86,7 +86,7 @@ def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Ten
 
 
 def free_gathered_buffer(unit: Any) -> None:
-    """Make an FSDP2 unit free its all-gather buffer as soon as its weights are copied out of it.
+    """Make an FSDP2 unit free its all-gather buffer as soon as the weights are copied out of the buffer.
 
     By default, FSDP2 keeps the buffer until the next unit has been gathered, because copies and gathers on different
     streams overlap. This is not needed on CPUs, which have no streams.
@@ -118,7 +118,7 @@ def _take_shard(
         original(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
-        vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
+        vars(parameter).pop("_unsharded_param", None)  # the attribute refers to a copy, or to the weights before a move
 
 
 def _is_shard(parameter: Any) -> bool:

@@ -53,7 +53,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that this rank sends to each rank and receives from each rank."""
-        split(self, pairs, arriving)  # run only to count its operators and its host sync
+        split(self, pairs, arriving)  # the result is not used; the call counts operators and the host sync
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
         received = shares(int(count * imbalance), ranks)
@@ -63,7 +63,13 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         """Return the gathered messages: the message of this rank, and messages without packs from the other ranks."""
         local_message = np.frombuffer(message, np.uint8)
         table, (status,) = decode_messages([local_message])
-        empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
+        empty_table = PackTable(
+            packs=table.packs[:0],
+            lengths=table.lengths[:0],
+            counts=table.counts[:0],
+            items=table.items[:0],
+            spans=table.spans[:0],
+        )
         empty_message = np.frombuffer(encode_message(empty_table, status), np.uint8)
         return [local_message if other == rank else empty_message for other in range(world)]
 

@@ -96,6 +96,7 @@ class Engine:
         self._keys = PublishedKeys(self.model)
         start = find_checkpoint(config, self.directory, mesh)
         self._setup = set_up_training(bundle, mesh, start, losses=losses)
+        self._setup.objective.source_names = ()  # rollouts come from no source
         self.steps: int = self._setup.saved.get("step", 0)
         self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
         self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))

@@ -4,7 +4,7 @@ With sequence parallelism, the columns are indexed to select this rank's tokens.
 receive a function that attends across ranks, through the keyword arguments of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
 from omnizoo.parallel.feature_exchange import FeatureRoute, exchange_features, gather_rows
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.sequence.sequence_parallel import SequenceParallel
+from omnizoo.training.losses.source_sums import SourceSums
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -47,6 +48,8 @@ class LocalBatch:
         preferences: Roles and content hashes of the samples; None for a micro-batch without preferences.
         samples_by_role: Sample numbers, keyed by role. In a pair, the rejected response follows the chosen one.
         likely: Log-likelihoods of the targets of each decoder in the last forward pass, if a loss needs them.
+        source_sums: Splits sums by source.
+        media_losses: Losses of decoders and followers in the last forward pass, split by source, keyed by name.
     """
 
     inputs: dict[str, Any]
@@ -57,6 +60,8 @@ class LocalBatch:
     preferences: Preferences | None = None
     samples_by_role: dict[str, torch.Tensor] = field(default_factory=dict)
     likely: dict[str, TargetLikelihood] = field(default_factory=dict)
+    source_sums: SourceSums = field(default_factory=SourceSums)
+    media_losses: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def targets(self) -> torch.Tensor:
@@ -87,9 +92,28 @@ class LocalBatch:
         Returns:
             The sum of `values` times `loss_weights`, a scalar tensor.
         """
-        if self.loss_weights is None:
-            return values.sum()
-        return (values * self.loss_weights).sum()
+        if self.loss_weights is not None:
+            values = values * self.loss_weights
+        total = values.sum()
+        self.split_by_source(total, values)
+        return total
+
+    def split_of_media(self, name: str, total: torch.Tensor) -> torch.Tensor | None:
+        """Return the split by source of a loss of a decoder or follower, whose sum is `total`; None if not split."""
+        if self.source_sums.source_of_sample is None:
+            return None
+        split = self.media_losses.get(name)  # absent if this rank has no targets
+        return total.new_zeros(self.source_sums.num_sources + 1) if split is None else split
+
+    def split_by_source(self, total: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Split a sum over targets by source.
+
+        Args:
+            total: The sum.
+            values: `[targets]`, its summands; None if sums are not split.
+        """
+        if values is not None:
+            self.source_sums.add(total, values, self.sample_of_target)
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,7 @@ class RoutedTransport:
     mesh: Mesh
     likelihoods: dict[str, TargetLikelihood]  # filled by `on_likelihood`
     needs_likelihood: bool
+    split_losses: Callable[[Port, str, torch.Tensor, torch.Tensor | None], None]
     trains_followers: bool = True
 
     def exchange(self, features: Mapping[Port, torch.Tensor]) -> dict[Port, MediaFeatures]:
@@ -121,6 +146,41 @@ class RoutedTransport:
         """Store the log-likelihoods of a decoder's targets."""
         self.likelihoods[modality] = likelihood
 
+    def on_losses(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Split the losses of a decoder or follower by source."""
+        self.split_losses(port, name, losses, tokens)
+
+
+@dataclass(frozen=True)
+class MediaLossSplit:
+    """Splits the losses of decoders and followers by source.
+
+    Attributes:
+        source_sums: Splits sums by source.
+        sample_of_token: `[tokens]`, sample number of each token of this rank.
+        sources_by_port: Index in `data.sources` of each media item that this rank processes, keyed by port.
+        results: The splits, keyed by the name of the loss term.
+    """
+
+    source_sums: SourceSums
+    sample_of_token: torch.Tensor
+    sources_by_port: Mapping[Port, list[int]]
+    results: dict[str, torch.Tensor]
+
+    def __call__(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Split the losses of the targets that `tokens` predict or, without tokens, of the items of `port`."""
+        source_of_sample = self.source_sums.source_of_sample
+        if source_of_sample is None:
+            return
+        if tokens is None:
+            sources = to_device(torch.tensor(self.sources_by_port[port], dtype=torch.int64), losses.device)
+        else:
+            sources = source_of_sample[self.sample_of_token[tokens]]
+        if losses.ndim:
+            self.results[name] = self.source_sums.split(losses, sources)
+        elif len(sources):
+            self.results[name] = self.source_sums.unsplit(losses)
+
 
 def features_by_token(rows: torch.Tensor, route: FeatureRoute | None) -> MediaFeatures:
     """Return the features that `exchange_features` received, with the indices of their tokens."""
@@ -140,6 +200,7 @@ def localize(
     ports: Sequence[Port],
     has_states: bool = False,
     bidirectional: BidirectionalTokens | None = None,
+    num_sources: int = 1,
 ) -> LocalBatch:
     """Return this rank's part of `batch`, on the mesh's device.
 
@@ -150,6 +211,7 @@ def localize(
         ports: The encoders, decoders and followers of the model.
         has_states: Whether the model has recurrent layers.
         bidirectional: The bidirectional tokens of the model; None if it has none.
+        num_sources: Number of sources to split losses by; 1 to not split them.
     """
     move = partial(to_device, device=mesh.device)
     columns, inputs = _local_tokens(batch, mesh, config, has_states, bidirectional)
@@ -166,20 +228,27 @@ def localize(
         if isinstance(value, torch.Tensor):
             inputs[name] = move(value)
 
-    likely: dict[str, TargetLikelihood] = {}
-    if ports:
-        needs_likelihood = config.preference_pairs != "refused"
-        inputs["media"] = MediaBatch(
-            items={port: batch.media.get(port, []) for port in ports},
-            transport=RoutedTransport(batch.routes, mesh, likely, needs_likelihood=needs_likelihood),
-            device=mesh.device,
-            dtype=COMPUTE_DTYPE[config.train.precision],
-        )
-
     local_columns = {}
     for name, column in columns.items():
         index = target_index if field_of(name).at_targets else slice(None)
         local_columns[name] = move(column[..., 0, index])
+
+    source_sums = SourceSums()
+    if num_sources > 1:
+        source_sums = SourceSums(num_sources, move(torch.tensor(batch.sources, dtype=torch.int64)))
+    likely: dict[str, TargetLikelihood] = {}
+    media_losses: dict[str, torch.Tensor] = {}
+    if ports:
+        split = MediaLossSplit(source_sums, local_columns["sample_of_token"], batch.sources_by_port, media_losses)
+        needs_likelihood = config.preference_pairs != "refused"
+        inputs["media"] = MediaBatch(
+            items={port: batch.media.get(port, []) for port in ports},
+            transport=RoutedTransport(
+                batch.routes, mesh, likely, needs_likelihood=needs_likelihood, split_losses=split
+            ),
+            device=mesh.device,
+            dtype=COMPUTE_DTYPE[config.train.precision],
+        )
 
     samples_by_role = {}
     if batch.preferences is not None:
@@ -196,6 +265,8 @@ def localize(
         preferences=batch.preferences,
         samples_by_role=samples_by_role,
         likely=likely,
+        source_sums=source_sums,
+        media_losses=media_losses,
     )
 
 
@@ -253,6 +324,7 @@ def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[s
         The logits of the targets, `[targets, vocabulary]`, and the summed losses of the decoders, keyed by name.
     """
     batch.likely.clear()
+    batch.media_losses.clear()
     out = model(**batch.inputs)
     logits = out.logits
     assert isinstance(logits, torch.Tensor)

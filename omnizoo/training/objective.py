@@ -20,6 +20,7 @@ from omnizoo.balancing.step_plan import TEXT, StepTotals
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.loss_options import SCORE_LOSSES
+from omnizoo.data.loading.held_out import short_names
 from omnizoo.modalities.base import term_name, weights_by_term
 from omnizoo.models.hf_private import has_score_head
 from omnizoo.models.interfaces.lm_head import Head, Logits, UnsupportedHeadError
@@ -47,6 +48,7 @@ class LossTerm:
     name: str
     weight: float
     sum: torch.Tensor  # scalar with its autograd graph; the sum over this rank's part of a micro-batch
+    by_source: torch.Tensor | None = None  # [sources + 1], the sum of each source (see `SourceSums.pop`)
 
 
 @dataclass
@@ -56,11 +58,15 @@ class LossSums:
     counts: dict[str, float] = field(default_factory=dict)  # denominators, over all ranks and micro-batches
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # over this rank's micro-batches
     weights: dict[str, float] = field(default_factory=dict)
+    by_source: dict[str, torch.Tensor] = field(default_factory=dict)  # [sources + 1] for each term that may be split
+    counts_by_source: dict[str, dict[str, float]] = field(default_factory=dict)  # denominators, by name of the source
 
     def add(self, term: LossTerm) -> None:
         """Add the sum of a loss term in a micro-batch."""
         self.sums[term.name] = self.sums.get(term.name, 0) + term.sum.detach()
         self.weights[term.name] = term.weight
+        if term.by_source is not None:
+            self.by_source[term.name] = self.by_source.get(term.name, 0) + term.by_source
 
 
 class Objective:
@@ -85,6 +91,7 @@ class Objective:
         self.model = model
         self.mesh = mesh
         self.config = config
+        self.source_names: Sequence[str] = ()  # names of `data.sources` in metrics; empty if losses are not split
         self.phases = Phases()
         self.router_stats = RouterStats({}, bias_rate=0.0)
         self._loss_sums = LossSums()
@@ -132,7 +139,9 @@ class Objective:
             The micro-batches of this rank's sequence-parallel group.
         """
         config = self.config
-        self._loss_sums = LossSums(counts=self.loss_counts(data.totals))
+        self._loss_sums = LossSums(
+            counts=self.loss_counts(data.totals), counts_by_source=self._counts_by_source(data.totals_by_source)
+        )
         reduces_each = config.parallel.reduce_each_micro_batch
         if reduces_each is None:  # True on accelerators, where unsharded fp32 gradients may not fit in memory
             reduces_each = not is_host(self.mesh.device)
@@ -148,6 +157,14 @@ class Objective:
             else:
                 torch.manual_seed(seed)
             yield batch
+
+    def _counts_by_source(self, totals_by_source: Mapping[int, StepTotals]) -> dict[str, dict[str, float]]:
+        """Return the denominators of each source in the step, by its name; empty if there is only one source."""
+        counts = {}
+        for number, name in enumerate(self.source_names):
+            if number in totals_by_source:
+                counts[name] = self.loss_counts(totals_by_source[number])
+        return counts
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch. Collective: all ranks must call it.
@@ -207,6 +224,9 @@ class LanguageObjective(Objective):
             raise UserError(
                 "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss plugin."
             )
+        if len(config.data.sources) > 1:
+            taken = [loss.name for loss in self.token_losses + self._router_losses]
+            self.source_names = short_names(config.data.sources, [*taken, *self._decoder_weights])
         self._head = self._find_head()
         self._recorder = self._record_routers(media)
         self.router_stats = RouterStats(self._recorder.routers, config.train.router_bias_rate)
@@ -268,6 +288,7 @@ class LanguageObjective(Objective):
             self.ports,
             has_states=self._has_states,
             bidirectional=self._bidirectional,
+            num_sources=len(self.source_names) if torch.is_grad_enabled() else 1,  # evaluations are not split
         )
 
     def terms(self, batch: Batch) -> list[LossTerm]:
@@ -277,13 +298,15 @@ class LanguageObjective(Objective):
         with self.phases("forward"):  # a loss may run another model here, such as a reference
             for loss in self.token_losses:
                 loss.loss.prepare(local)
+        splits: dict[str, torch.Tensor | None] = {}
         with self.phases("forward"), self._recorder.recording() as records:
-            sums, decoder_sums = self._forward(local)
-        terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.token_losses]
+            sums, decoder_sums = self._forward(local, splits)
+        terms = [LossTerm(loss.name, loss.weight, sums[loss.name], splits[loss.name]) for loss in self.token_losses]
         for loss in self.token_losses:
             terms += [LossTerm(name, 0.0, metric) for name, metric in loss.metric_sums().items()]
         for name, decoder_sum in decoder_sums.items():
-            terms.append(LossTerm(name, self._decoder_weights.get(name, 1.0), decoder_sum))
+            weight = self._decoder_weights.get(name, 1.0)
+            terms.append(LossTerm(name, weight, decoder_sum, local.split_of_media(name, decoder_sum)))
         return terms + self._router_terms(records, batch, local)
 
     def _router_terms(self, records: list[RouterRecord], batch: Batch, local: LocalBatch) -> list[LossTerm]:
@@ -301,11 +324,20 @@ class LanguageObjective(Objective):
         with self.phases("forward"):
             return [LossTerm(loss.name, loss.weight, loss.sum(records, local)) for loss in self._router_losses]
 
-    def _forward(self, local: LocalBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Run the model. Returns the summed losses on tokens and the summed losses of decoders, both keyed by name."""
+    def _forward(
+        self, local: LocalBatch, splits: dict[str, torch.Tensor | None]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Run the model, and store the split of each loss on tokens by source in `splits`.
+
+        Returns:
+            The summed losses on tokens and the summed losses of decoders, both keyed by name.
+        """
         if self._head is None:
             logits, decoder_sums = run_model(self.model, local)
-            sums = {loss.name: loss.sum(logits, local) for loss in self.token_losses}
+            sums = {}
+            for loss in self.token_losses:
+                sums[loss.name] = loss.sum(logits, local)
+                splits[loss.name] = local.source_sums.pop(sums[loss.name], len(local.targets))
             for name, total in sums.items():
                 if torch.is_grad_enabled() and not total.requires_grad:
                     # A rank without targets must join the collectives of the backward pass.
@@ -321,6 +353,7 @@ class LanguageObjective(Objective):
                     sums[loss.name] = loss.sum(hidden, head, local)
                 else:
                     sums[loss.name] = loss.sum(logits, local)
+                splits[loss.name] = local.source_sums.pop(sums[loss.name], len(local.targets))
 
         with self._head.replaced_by(compute_losses) as anchor:
             logits, decoder_sums = run_model(self.model, local)
@@ -331,7 +364,7 @@ class LanguageObjective(Objective):
             if not all(fall_back_to_logits(loss) for loss in hidden_losses):
                 raise
             self._head = self._find_head()
-            return self._forward(local)
+            return self._forward(local, splits)
         return {name: total + start for name, total in sums.items()}, decoder_sums
 
 

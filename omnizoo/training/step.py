@@ -6,7 +6,7 @@ available before the first forward pass, so the loss depends neither on the layo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,10 +35,13 @@ class StepResult:
     finite: bool  # False if the update was skipped because of a non-finite loss or gradient
     stop: bool  # True if any rank requested to stop
     routers: dict[str, float]  # load and entropy of MoE routers; empty for dense models
+    # Mean of the loss on each source, keyed by SOURCE, and of each term, keyed by SOURCE/TERM if there are several.
+    # Empty if there is only one source.
+    by_source: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics under the names used in `metrics.jsonl`."""
-        terms = {f"loss/{name}": mean for name, mean in self.terms.items()}
+        terms = {f"loss/{name}": mean for name, mean in (self.terms | self.by_source).items()}
         return {"loss": self.loss, **terms, "grad_norm": self.grad_norm, "lr": self.lr, **self.routers}
 
 
@@ -46,12 +49,14 @@ class StepResult:
 class StepSums:
     """Sums over all ranks, from a single all-reduce.
 
-    Layout: squared gradient norm | one sum per loss term | stop flag | router loads and probabilities.
+    Layout: squared gradient norm | one sum per loss term | stop flag | sums of each loss term by source | router loads
+    and probabilities.
     """
 
     device: torch.Tensor
     host_copy: HostCopy  # asynchronous copy of `device`; reading its values is a host sync
     num_checked: int  # number of leading values that must be finite: squared norm and loss sums
+    num_by_source: int  # number of sums by source
 
     def grad_norm(self) -> torch.Tensor:
         """Return the global gradient norm, on the device."""
@@ -63,7 +68,7 @@ class StepSums:
 
     def router_sums(self) -> torch.Tensor:
         """Return the router loads and probabilities, on the device."""
-        return self.device[self.num_checked + 1 :]
+        return self.device[self.num_checked + 1 + self.num_by_source :]
 
 
 def train_step(
@@ -116,7 +121,8 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
         lr = learning_rate(objective.config.train, step)
         set_learning_rate(optimizer, lr)
         values, is_updated = _update_weights(objective, optimizer, parameters, sums, step)
-        routers = objective.router_stats.metrics(values[sums.num_checked + 1 :])
+        first_router = sums.num_checked + 1 + sums.num_by_source
+        routers = objective.router_stats.metrics(values[first_router:])
         objective.router_stats.reset()
 
     squared_norm_value, *loss_values = values[: sums.num_checked]
@@ -132,7 +138,35 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
         finite=is_updated,
         stop=values[sums.num_checked] > 0,
         routers=routers,
+        by_source=_means_by_source(losses, objective.source_names, values[sums.num_checked + 1 : first_router]),
     )
+
+
+def _means_by_source(losses: LossSums, names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of the loss on each source that has targets in the step, and of its terms if it has several.
+
+    A term whose loss returns only its sum is excluded.
+
+    Args:
+        losses: The loss terms of the step.
+        names: Name of each source.
+        values: For each term in `losses.by_source`, the sum of each source over all ranks, and the number of ranks and
+            micro-batches that did not split their sum.
+    """
+    means: dict[str, float] = {}
+    size = len(names) + 1
+    for i, name in enumerate(names):
+        counts = losses.counts_by_source.get(name, {})
+        terms = {}
+        for row, term in enumerate(losses.by_source):
+            *sums, num_unsplit = values[row * size : (row + 1) * size]
+            if not num_unsplit and counts.get(term):
+                terms[term] = sums[i] / counts[term]
+        if terms:
+            means[name] = sum(losses.weights[term] * mean for term, mean in terms.items())
+        if len(losses.by_source) > 1:
+            means |= {f"{name}/{term}": mean for term, mean in terms.items()}
+    return means
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
@@ -147,9 +181,12 @@ def _sum_over_ranks(objective: Objective, parameters: Sequence[nn.Parameter], lo
     dtype = local_norm.dtype
     checked = torch.stack([local_norm, *(loss_sum.to(dtype) for loss_sum in losses.sums.values())])
     stop_flag = torch.full((1,), float(stop), dtype=dtype, device=local_norm.device)
+    by_source = [sums.to(dtype) for sums in losses.by_source.values()]
     router_sums = [sums.to(dtype) for sums in objective.router_stats.local_sums()]
-    total = objective.mesh.total(torch.cat([checked, stop_flag, *router_sums]))
-    return StepSums(device=total, host_copy=HostCopy(total), num_checked=len(checked))
+    total = objective.mesh.total(torch.cat([checked, stop_flag, *by_source, *router_sums]))
+    return StepSums(
+        device=total, host_copy=HostCopy(total), num_checked=len(checked), num_by_source=sum(map(len, by_source))
+    )
 
 
 def _update_weights(

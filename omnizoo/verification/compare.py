@@ -110,6 +110,7 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
     reasons = _mismatches(trial, reference)
     checks = (
         ("loss", losses[0], tolerance.loss),
+        ("loss of a source", _source_difference(trial, reference), tolerance.gradient),
         ("gradient norm", norms[0], tolerance.gradient),
         # The optimizer amplifies rounding errors, so the tolerance for losses of later steps is 10 times that for
         # gradients.
@@ -164,6 +165,8 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
 def _mismatches(trial: Trial, reference: Trial) -> list[str]:
     """Return the reasons why two trials cannot be compared: different token counts, or different sets of gradients."""
     reasons = []
+    if list(map(set, trial.losses_by_source)) != list(map(set, reference.losses_by_source)):
+        reasons.append("the steps contain other sources than in one process")
     if trial.tokens != reference.tokens:
         reasons.append(f"the tokens per step are {trial.tokens}, but {reference.tokens} in one process")
     unmatched = sorted(set(trial.gradients) ^ set(reference.gradients))
@@ -189,6 +192,13 @@ def _verdict(
         bytes=trial.bytes,
         reason="; ".join(reasons),
     )
+
+
+def _source_difference(trial: Trial, reference: Trial) -> float:
+    """Return the largest relative difference of the loss on a source in the first step; 0 with only one source."""
+    losses = trial.losses_by_source[0]
+    expected = {name: loss for name, loss in reference.losses_by_source[0].items() if name in losses}
+    return max(_relative([losses[name] for name in expected], list(expected.values())), default=0.0)
 
 
 def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:

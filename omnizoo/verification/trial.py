@@ -33,6 +33,7 @@ class Trial:
     """Values of three steps that are compared between layouts."""
 
     losses: list[float]  # one per step
+    losses_by_source: list[dict[str, float]]  # one per step; empty if there is only one source
     grad_norms: list[float]  # one per step
     tokens: list[int]  # one per step, over all ranks
     gradients: dict[str, torch.Tensor]  # full gradients of the first step; rank 0 only
@@ -64,6 +65,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     set_modes(model, dict(zip(switches(model), cycle(MODES), strict=False)))
 
     losses: list[float] = []
+    losses_by_source: list[dict[str, float]] = []
     grad_norms: list[float] = []
     tokens: list[int] = []
     counter = CollectiveCounter()
@@ -86,10 +88,12 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             with CollectiveCounter() as counter:
                 result = train_step(objective, optimizer, data, step)
         losses.append(result.loss)
+        losses_by_source.append(result.by_source)
         grad_norms.append(result.grad_norm)
         tokens.append(data.tokens)
     return Trial(
         losses=losses,
+        losses_by_source=losses_by_source,
         grad_norms=grad_norms,
         tokens=tokens,
         gradients=gradients,

@@ -90,19 +90,27 @@ def test_pack_table_round_trips_through_messages(seed: int) -> None:
     random = np.random.default_rng(seed)
     pack = random_pack(3, random)
     roles = random.choice(["chosen", "rejected", *list(PREFERENCES)[1:]], len(pack.lengths)).tolist()
-    pack = replace(pack, preferences=Preferences(roles, [""] * len(roles)))
+    sources = random.integers(0, 3, len(pack.lengths)).tolist()
+    items = tuple(replace(item, source=2) for item in pack.items)
+    pack = replace(pack, preferences=Preferences(roles, [""] * len(roles)), sources=sources, items=items)
     message = encode_message(PackTable.from_packs([pack], PORTS, cost), {"error": None})
     nothing = encode_message(PackTable.from_packs([], PORTS, cost), "nothing to say")
     heard, notes = decode_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
     assert notes == ["nothing to say", {"error": None}]
-    samples = np.split(pack.columns["labels"] != IGNORE_INDEX, np.cumsum(pack.lengths)[:-1])
-    preferences = [roles.count(role) for role in PREFERENCES.values()]
-    answers = sum(bool(is_target.any()) for is_target in samples)
-    counted = (pack.num_targets, weight(pack), *preferences, answers)
-    assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(pack.items), *counted, cost(pack))]
+    is_target = np.split(pack.columns["labels"] != IGNORE_INDEX, np.cumsum(pack.lengths)[:-1])
+    counts = []
+    for source in sorted(set(sources)):
+        segments = [i for i, other in enumerate(sources) if other == source]
+        targets = sum(int(is_target[i].sum()) for i in segments)
+        weights = targets * weight(pack) / pack.num_targets
+        preferences = [sum(roles[i] == role for i in segments) for role in PREFERENCES.values()]
+        answers = sum(bool(is_target[i].any()) for i in segments)
+        counts.append((source, sum(pack.lengths[i] for i in segments), targets, weights, *preferences, answers))
+    assert heard.counts.tolist() == counts
+    assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(counts), len(pack.items), cost(pack))]
     assert heard.lengths.tolist() == pack.lengths
     assert heard.items.tolist() == [
-        (PORTS.index(i.port), i.size.num_placeholders, i.targets, i.is_target, 0, len(i.spans), i.size.cost)
+        (PORTS.index(i.port), 2, i.size.num_placeholders, i.targets, i.is_target, 0, len(i.spans), i.size.cost)
         for i in pack.items
     ]
     assert [tuple(heard.spans_of(at, 0)) for at in range(len(pack.items))] == [i.spans for i in pack.items]

@@ -215,7 +215,7 @@ def assert_same(folder: Path, reference: str, names: list[str], first: float, ev
         largest_error = 0.0
         for row, expected_row in zip(steps, expected, strict=True):
             tolerance = first if row["step"] == start + 1 else every
-            for key in ("loss", "grad_norm"):
+            for key in ("loss", "loss/texts", "loss/chats", "grad_norm"):
                 largest_error = max(largest_error, abs(row[key] / expected_row[key] - 1))
                 assert row[key] == pytest.approx(expected_row[key], rel=tolerance), (name, row["step"], key)
             assert row["lr"] == expected_row["lr"]

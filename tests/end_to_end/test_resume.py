@@ -13,7 +13,18 @@ from omnizoo.parallel.process import Process
 
 STEPS = 30
 EVERY = 3  # steps per checkpoint
-VALUES = ("loss", "loss/text", "grad_norm", "lr", "tokens", "tokens_seen", "fill", "imbalance", "skipped_rows")
+VALUES = (
+    "loss",
+    "loss/texts",
+    "loss/chats",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_seen",
+    "fill",
+    "imbalance",
+    "skipped_rows",
+)
 TIMEOUT = 180
 
 

@@ -139,7 +139,7 @@ def test_trained_weights_get_gradients_and_frozen_ones_never(name: str, decoder:
     for count in (0, len(targets)):
         decoder.zero_grad()
         hidden = torch.randn(count, WIDTH, dtype=torch.float64, requires_grad=True)
-        loss = decoder.loss(hidden, targets[:count]) + decoder.embed(targets[:count]).sum()
+        loss = decoder.loss(hidden, targets[:count]).sum() + decoder.embed(targets[:count]).sum()
         loss.backward()
         assert hidden.grad is not None
         for key, weight in trained.items():
@@ -198,7 +198,7 @@ def train(decoder: Decoder, foundation: StandIn, sample_targets: Callable[[], to
         targets = sample_targets()
         hidden = foundation.hidden(decoder.embed(targets.flatten(0, 1)).unflatten(0, targets.shape[:2]))
         optimizer.zero_grad()
-        (decoder.loss(hidden.flatten(0, 1), targets.flatten(0, 1)) / targets[..., 0].numel()).backward()
+        (decoder.loss(hidden.flatten(0, 1), targets.flatten(0, 1)).sum() / targets[..., 0].numel()).backward()
         optimizer.step()
         schedule.step()
 
@@ -298,7 +298,7 @@ def test_image_code_loss_is_cross_entropy(decoders: dict[str, Decoder]) -> None:
     hidden = torch.randn(16, WIDTH, dtype=torch.float64)
     logits = decoder.head[2](F.gelu(decoder.head[0](hidden)))
     expected = -sum(logits[i].log_softmax(-1)[code] for i, code in enumerate(rows[:, 0]))
-    torch.testing.assert_close(decoder.loss(hidden, rows), expected)
+    torch.testing.assert_close(decoder.loss(hidden, rows).sum(), expected)
 
 
 # Audio codes
@@ -354,7 +354,7 @@ def test_codec_loss_is_cross_entropy_of_codes_and_stop() -> None:
             if code != decoder.none:
                 expected -= F.linear(hidden[i], weights[0][k], weights[1][k]).log_softmax(-1)[code]
                 count += 1
-    torch.testing.assert_close(decoder.loss(hidden, rows), expected)
+    torch.testing.assert_close(decoder.loss(hidden, rows).sum(), expected)
     assert count == decoder.measure(sound(0)).targets
 
 
@@ -406,7 +406,7 @@ def test_flow_loss_is_squared_error_of_velocity() -> None:
         n, t = torch.from_numpy(noise[i]).double(), float(time[i])
         predicted = decoder.velocity((1 - t) * data + t * n, torch.tensor([[t]]).double(), hidden[i : i + 1])
         expected += (predicted - (n - data)).square().mean()
-    torch.testing.assert_close(decoder.loss(hidden, rows), expected)
+    torch.testing.assert_close(decoder.loss(hidden, rows).sum(), expected)
 
 
 def test_flow_latents_match_diffusers_autoencoder(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_chunked_loss_and_gradients_match_full_logits(
         monkeypatch.setattr("omnizoo.modalities.decoders.audio_codec.CHUNK", logits_per_chunk)
         decoder.zero_grad()
         hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
-        loss = decoder.loss(hidden, rows)
+        loss = decoder.loss(hidden, rows).sum()
         loss.backward()
         grads = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
         results.append((loss.detach(), hidden.grad, *grads))
@@ -510,7 +510,7 @@ def test_chunked_log_likelihood_matches_the_loss(name: str, decoder: Decoder, mo
     hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
     trained = [hidden, *decoder.get_submodule("head").parameters()]
     weights = torch.linspace(0.5, 2, len(rows), dtype=torch.float64)  # a different weight for each target
-    expected = torch.stack([-decoder.loss(hidden[i : i + 1], rows[i : i + 1]) for i in range(len(rows))])
+    expected = torch.stack([-decoder.loss(hidden[i : i + 1], rows[i : i + 1]).sum() for i in range(len(rows))])
     gradients = torch.autograd.grad((weights * expected).sum(), trained)
     for logits_per_chunk in (10**9, 40):
         monkeypatch.setattr("omnizoo.modalities.decoders.image_tokens.CHUNK", logits_per_chunk)

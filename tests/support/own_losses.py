@@ -28,6 +28,13 @@ class Norm(Loss):
         return batch.sum(logits.float().square().sum(1)) if len(logits) else torch.zeros(())
 
 
+class Unsplit(Loss):
+    """Of the logits, without `batch.sum`."""
+
+    def from_logits(self, logits, batch):
+        return logits.float().square().sum()
+
+
 class ByRarity(Loss):
     """Cross entropy by a column that a test adds; its metrics are by the weights of rows, and without any."""
 

@@ -36,7 +36,7 @@ def as_list(value: Any, source: "ConversionContext") -> list[Any]:
 
 
 def first(value: Any, source: "ConversionContext") -> Any:
-    """Return the only item."""
+    """Return the only item of a list."""
     items = as_list(value, source)
     if len(items) != 1:
         raise NoCounterpartError("set one value")

@@ -165,12 +165,13 @@ class ModelSection(ConfigSection):
     )
 
     path: Text | None = None
-    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, or `ORG/NAME` or
-    `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
+    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, a pipeline folder
+    of diffusers, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
 
     config: Text | dict[str, Any] | None = None
     """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
-    on the hub, or a mapping with `model_type`. With `model.module`, a mapping of its arguments."""
+    on the hub, a mapping with `model_type`, or, for a diffusion transformer, a mapping with `_class_name`. With
+    `model.module`, a mapping of its arguments."""
 
     init_from: Text | None = None
     """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If
@@ -196,8 +197,8 @@ class ModelSection(ConfigSection):
     multimodal Hugging Face model, the entries change the settings of its own encoders and decoders."""
 
     part: Text | None = None
-    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels. Default: the whole
-    model."""
+    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels, or the transformer
+    to train (`transformer` or `transformer_2`) of a pipeline with two. Default: the whole model."""
 
     freeze: list[Text] = Field([])
     """Modules and parameters that are not trained: names or ends of names (`embed_tokens`), or glob patterns for full
@@ -265,8 +266,11 @@ class ModelSection(ConfigSection):
                     f"model.module: {self.module!r}; expected the form `package.module:callable`, with its arguments "
                     "as a mapping in model.config."
                 )
-        elif isinstance(self.config, dict) and "model_type" not in self.config:
-            raise ValueError("model.config: no `model_type`. Add one, such as `model_type: qwen3`.")
+        elif isinstance(self.config, dict) and not {"model_type", "_class_name"} & self.config.keys():
+            raise ValueError(
+                "model.config: no `model_type`. Add one, such as `model_type: qwen3`, or `_class_name` for a diffusion "
+                "transformer."
+            )
         return self
 
     def _check_composed(self, foundation: SubmoduleSettings) -> None:

@@ -58,7 +58,7 @@ class LossSettings(ConfigSection):
 class TrainSection(ConfigSection):
     """Keys of `train`."""
 
-    # Only one key of each pair can be set, because it determines the other one.
+    # Only one key of each pair can be set, because one key determines the other.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
         alternatives(("epochs",), ("steps",))
         | alternatives(("warmup_ratio",), ("warmup_steps",))

@@ -52,12 +52,12 @@ def held_out_parts(reader: Reader) -> dict[str, Reader]:
     return parts
 
 
-def short_names(specs: Sequence[SourceSettings]) -> list[str]:
+def short_names(specs: Sequence[SourceSettings], taken: Sequence[str] = ()) -> list[str]:
     """Return a short name of each source for the names of metrics: the file name without folder and suffix.
 
-    Repeated names get a number, such as `books_2`.
+    Repeated names, and names in `taken`, get a number, such as `books_2`.
     """
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = dict.fromkeys(taken, 1)
     names = []
     for spec in specs:
         file_name = spec.name.rstrip("/").rpartition("/")[2].rpartition(":")[2]

@@ -48,7 +48,7 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
             bad_rows.append(f"{where}: {reason}")
             continue
         usable.append(sample)
-        items += [item.moved(start) for item in sample_items]
+        items += [item.moved(start, source=sample.id.source) for item in sample_items]
         start += len(sample)
     if not usable:
         return dummy_pack(index), bad_rows
@@ -63,6 +63,7 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
         lengths=lengths,
         sample_ids=[name for sample in usable for name in sample.names],
         items=tuple(items),
+        sources=[sample.id.source for sample in usable for _ in sample.segments],
     )
     roles = [segment.role for sample in usable for segment in sample.segments]
     if any(roles):

@@ -185,7 +185,7 @@ def _check_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_source(key: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a source has not changed. If only its path has changed, this is only a warning."""
+    """Check that a source has not changed. If only its path has changed, only warn."""
     path = now["path"]
     for name in ("weight", "split", *FORMAT_KEYS, "rows", "bytes"):
         if saved.get(name) != now.get(name):

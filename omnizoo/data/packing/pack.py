@@ -1,6 +1,6 @@
 """The `Pack` type. Loader workers build packs from samples and send them to their rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,12 @@ class Pack:
     sample_ids: list[str]  # for each segment, source/epoch/row/part and, with preferences, /role; empty in dummy packs
     items: tuple[MediaItem, ...] = ()  # media items; spans are (first token in the pack, number of tokens)
     preferences: Preferences | None = None  # role of each segment; None without preference rows
+    sources: list[int] = field(default_factory=list)  # for each segment, its index in data.sources; empty: all are 0
+
+    def __post_init__(self) -> None:
+        """Fill in `sources`."""
+        if not self.sources:
+            object.__setattr__(self, "sources", [0] * len(self.lengths))
 
     @property
     def is_dummy(self) -> bool:

@@ -97,7 +97,7 @@ def _with_spans(item: MediaItem, positions: Positions, starts: Positions, length
 
 
 def _check_target(item: MediaItem, positions: Positions, weights: npt.NDArray[np.float32]) -> None:
-    """Check that an item can be a target at the position of its placeholder tokens. Raises `BadRow` if it cannot."""
+    """Raise `BadRow` if an item cannot be a target at the position of its placeholder tokens."""
     name = item.media.name
     if positions[0] == 0:
         raise BadRow(

@@ -614,7 +614,7 @@ class Renderer:
 
         encoding = self.backend.encode(text)
         ids = encoding.ids
-        offsets = encoding.offsets if media.items else []  # read them only if needed, because this is slow
+        offsets = encoding.offsets if media.items else []  # read only if needed, because reading offsets is slow
         weights = np.ones(len(ids), np.float32)
         if prompt:
             # Special tokens that the tokenizer adds have the offset 0. Make the offsets increasing.

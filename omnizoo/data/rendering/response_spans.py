@@ -131,7 +131,7 @@ class ResponseFinder:
             prompt = self.template.render(self.messages[:i], prompt=True)
             if prompt.startswith(self.text[:begin]):
                 header = prompt[begin:]
-            else:  # the template writes earlier turns differently if they are followed by a generation prompt
+            else:  # the template writes earlier turns differently before a generation prompt
                 unprompted = self.template.render(self.messages[:i])
                 if not prompt.startswith(unprompted):
                     return None
@@ -205,7 +205,7 @@ class ResponseFinder:
         return text, turns, find_marks(text, self.word)
 
     def _shared_turns(self, responses: list[int]) -> list[int]:
-        """Return those responses whose turns also contain later messages, such as the results of their tool calls.
+        """Return the responses whose turns also contain later messages, such as results of tool calls.
 
         Raises:
             BadRow: If a turn contains data of its own message after a later message.

@@ -32,7 +32,7 @@ from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.sampling import Sampling
-from omnizoo.ops.loss.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.loss.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy
 from omnizoo.ops.loss.log_probability import by_rows, log_probabilities
 
 
@@ -118,7 +118,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         coarse, fine = self._logits(hidden)
         coarse_loss = code_loss(coarse, targets[:, 0], ignore=self.none)
         fine_loss = code_loss(fine.flatten(0, 1), targets[:, 1:].flatten(), ignore=self.none)
-        return coarse_loss + fine_loss
+        return coarse_loss + fine_loss.view(len(targets), self.codebooks - 1).sum(1)
 
     def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute the loss for one codebook at a time, in chunks, so the logits of all targets are never in memory."""
@@ -130,8 +130,8 @@ class AudioCodec(LikelihoodDecoder, Decoder):
             is_target = codes != self.none
             head = LinearHead(weight, bias)
             labels = codes.where(is_target, 0)
-            losses.append(linear_cross_entropy_sum(hidden, head, labels, is_target.to(hidden.dtype)))
-        return torch.stack(losses).sum()
+            losses.append(linear_cross_entropy(hidden, head, labels, is_target.to(hidden.dtype)))
+        return torch.stack(losses).sum(0)
 
     def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-likelihood of each target, summed over codebooks, and the number of codes in it."""

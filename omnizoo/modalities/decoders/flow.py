@@ -186,7 +186,7 @@ class FlowHead(CustomFlops, Decoder):
         predicted: torch.Tensor = self.velocity(data + time * (noise - data), time, hidden)
         precise = torch.promote_types(predicted.dtype, torch.float32)
         error: torch.Tensor = predicted.to(precise) - (noise - data).to(precise)
-        return error.square().mean(-1).sum()
+        return error.square().mean(-1)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         """Sample the next patch.

@@ -20,7 +20,7 @@ from omnizoo.modalities.frozen_tokenizer import forward_flops, read_settings
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.sampling import Sampling
-from omnizoo.ops.loss.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.loss.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy
 from omnizoo.ops.loss.log_probability import by_rows, log_probabilities
 
 
@@ -107,7 +107,7 @@ class ImageCodes(LikelihoodDecoder, Decoder):
         for layer in before:
             hidden = layer(hidden)
         if type(last) is nn.Linear and len(hidden) * last.out_features > CHUNK:
-            return linear_cross_entropy_sum(hidden, LinearHead(last.weight, last.bias), targets[:, 0])
+            return linear_cross_entropy(hidden, LinearHead(last.weight, last.bias), targets[:, 0])
         return code_loss(last(hidden), targets[:, 0])
 
     def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,12 +138,9 @@ class ImageCodes(LikelihoodDecoder, Decoder):
 
 
 def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> torch.Tensor:
-    """Return the sum of cross-entropies in fp32 or wider. Codes equal to `ignore` are skipped.
-
-    Without targets, the sum is 0 but still part of the autograd graph.
-    """
+    """Return the cross-entropy `[N]` of each code, in fp32 or wider. It is 0 for codes that equal `ignore`."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(precise, codes, reduction="sum", ignore_index=ignore)
+    return F.cross_entropy(precise, codes, reduction="none", ignore_index=ignore)
 
 
 def _tokenizer(

@@ -34,10 +34,20 @@ class MediaTransport(Protocol):
         """
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `states [tokens, width]` of all ranks that the follower needs for this rank's items."""
+        """Return the rows that the follower needs for this rank's items, from `states [tokens, width]` on all ranks."""
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         """Receive the likelihood of a decoder's targets."""
+
+    def on_losses(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Receive the losses of the targets or items that this rank processes, without gradient.
+
+        Args:
+            port: The decoder or follower.
+            name: Name of the loss term.
+            losses: `[n]`, or a scalar if only their sum is known.
+            tokens: `[n]`, the token that predicts each target, in this rank's slice; None for losses of items.
+        """
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ class MediaBatch:
             return follower.loss(rows, [to_compute(inputs, self.device, self.dtype) for inputs in items])
 
         dummy = follower.dummy_input()
-        # Keep `rows` in the graph, because other ranks wait for the backward pass of the collective that returned them.
+        # Keep `rows` in the graph: a collective returned them, and other ranks wait for its backward pass.
         rows = torch.cat([rows, rows.new_zeros(follower.rows(dummy), rows.shape[1])])
         losses = follower.loss(rows, [to_compute(dummy, self.device, self.dtype)])
         return {term: 0 * loss for term, loss in losses.items()}
@@ -134,6 +144,9 @@ class PromptTransport:
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         raise NotImplementedError("likelihoods are computed only in training")
+
+    def on_losses(self, port: Port, name: str, losses: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Ignore the losses, which have no targets."""
 
 
 def prompt_batch(

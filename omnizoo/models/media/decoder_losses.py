@@ -71,11 +71,16 @@ class DecoderLosses:
     def _run(self, decoders: Mapping[Port, Decoder], anchor: torch.Tensor | None = None) -> None:
         """Compute the losses of `decoders` and store them under their names."""
         for port, decoder in decoders.items():
-            for term, loss in self._losses(port, decoder, anchor).items():
-                self.losses[term_name(port.modality, term)] = loss
+            tokens, losses = self._losses(port, decoder, anchor)
+            for term, loss in losses.items():
+                name = term_name(port.modality, term)
+                self.losses[name] = loss.sum()
+                self.transport.on_losses(port, name, loss.detach(), tokens)
 
-    def _losses(self, port: Port, decoder: Decoder, anchor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the losses of one decoder, keyed by term.
+    def _losses(
+        self, port: Port, decoder: Decoder, anchor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the tokens that predict the targets of one decoder, and its losses, keyed by term.
 
         Report the likelihood of its targets if the transport needs it.
         """
@@ -92,5 +97,6 @@ class DecoderLosses:
             self.transport.on_likelihood(port.modality, likelihood)
 
         if trained_rows is None:
-            return losses_by_term(decoder, hidden, targets.values)
-        return losses_by_term(decoder, hidden[trained_rows], targets.values[trained_rows])
+            return targets.index, losses_by_term(decoder, hidden, targets.values)
+        losses = losses_by_term(decoder, hidden[trained_rows], targets.values[trained_rows])
+        return targets.index[trained_rows], losses

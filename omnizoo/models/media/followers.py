@@ -70,5 +70,8 @@ def follower_losses(
     for port, follower in followers.items():
         rows = follower.rows_from(states[port], input_ids.flatten())
         for term, loss in media.follower_losses(port, follower, rows).items():
-            losses[term_name(port.modality, term)] = loss
+            name = term_name(port.modality, term)
+            losses[name] = loss.sum()
+            if media.items[port]:
+                media.transport.on_losses(port, name, loss.detach(), None)
     return losses

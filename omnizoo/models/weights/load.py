@@ -16,6 +16,9 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.item import Port
 from omnizoo.models.adapters.lora import attached
+from omnizoo.models.diffusion.denoiser import read_denoiser
+from omnizoo.models.diffusion.pipeline_folder import DIFFUSERS_STEM
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.export_files import keep_export_files, read_published
 from omnizoo.models.hf_private import (
     Loaded,
@@ -23,6 +26,7 @@ from omnizoo.models.hf_private import (
     conversion_mapping,
     drop_prefix,
     load_files,
+    load_unconverted,
     loader_of,
     retie,
 )
@@ -43,6 +47,7 @@ class WeightSource:
     path: str
     key: str  # config key of the path, for messages
     mapping: list[Any]  # conversions from published keys to the model's names
+    stem: str = "model"  # name of the safetensors file, without suffix
 
     @property
     def prefix(self) -> str:
@@ -51,11 +56,13 @@ class WeightSource:
 
     def files(self) -> list[Path]:
         """Return the paths of the safetensors files."""
-        return weight_files(Path(self.path), self.key)
+        return weight_files(Path(self.path), self.key, self.stem)
 
 
 def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> list[WeightSource]:
     """Return the sources of the weights of `model`. Must be called before the model is sharded."""
+    if denoiser_recipe(model) is not None:
+        return _denoiser_sources(spec)
     paths = {"": ("model.path", spec.path)}
     names = {id(module): name for name, module in model.named_modules()}
     if spec.foundation is not None:
@@ -81,6 +88,16 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> l
     return sources
 
 
+def _denoiser_sources(spec: ModelSection) -> list[WeightSource]:
+    """Return the source of each transformer of a denoiser."""
+    source = read_denoiser(spec)
+    sources = []
+    for name, folder in source.folders.items():
+        path = name if source.is_pair else ""
+        sources.append(WeightSource(module=path, path=str(folder), key=source.key, mapping=[], stem=DIFFUSERS_STEM))
+    return sources
+
+
 def load_weights(
     model: nn.Module, source: WeightSource, spec: ModelSection, device: torch.device, new: Collection[str]
 ) -> set[str]:
@@ -98,6 +115,10 @@ def load_weights(
     Returns:
         The names of weights that the files lack. Each of them is allowed by `spec.allow_missing` or `new`.
     """
+    if denoiser_recipe(model) is not None:
+        loaded = load_unconverted(model, source.files(), device)
+        _check_loaded(loaded, source, spec, new)
+        return loaded.missing
     assert isinstance(model, PreTrainedModel)
     _check_not_quantized(model.config, f"{source.key}: {source.path}")
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

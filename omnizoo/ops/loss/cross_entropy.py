@@ -12,6 +12,7 @@ def cross_entropy_sum(
     weights: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    row_losses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over rows of -log softmax(logits)[targets], in fp32 or better. Without rows, the sum is 0.
 
@@ -21,13 +22,17 @@ def cross_entropy_sum(
         weights: `[rows]`, factors of the rows. They also apply to label smoothing and z-loss.
         label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
         z_loss: Factor of the z-loss, the squared log-sum-exp of the logits. It is added to the loss of each row.
+        row_losses: `[rows]`, overwritten with the summands, without gradient.
     """
     logits = at_least_fp32(logits)
-    reduction = "sum" if weights is None else "none"
+    is_summed = weights is None and row_losses is None
+    reduction = "sum" if is_summed else "none"
     loss = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
     if z_loss:
         squares = logits.logsumexp(1).square()
-        loss = loss + z_loss * (squares.sum() if weights is None else squares)
+        loss = loss + z_loss * (squares.sum() if is_summed else squares)
     if weights is not None:
-        loss = (loss * weights).sum()
-    return loss
+        loss = loss * weights
+    if row_losses is not None:
+        row_losses.copy_(loss.detach())
+    return loss.sum()

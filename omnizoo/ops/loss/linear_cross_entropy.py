@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.device import is_host
+from omnizoo.ops.precision import at_least_fp32
 
 CHUNK = 2**27  # logits per chunk, 512 MiB in fp32. Each chunk reads and writes the gradient of the weight once.
 CHUNK_ON_HOST = 2**23  # logits per chunk on CPUs, where matmuls of fewer rows are as fast
@@ -44,6 +45,7 @@ def linear_cross_entropy_sum(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    row_losses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over rows of weight x (cross entropy + z_loss x log-sum-exp squared).
 
@@ -58,27 +60,46 @@ def linear_cross_entropy_sum(
         label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
         z_loss: Factor of the z-loss, the squared log-sum-exp of the logits.
         chunk: Maximum number of logits in memory; None for the default of the device.
+        row_losses: `[rows]`, overwritten with the summands, without gradient.
 
     Returns:
         A scalar. Without rows, it is 0 and its gradients are zeros.
     """
     rows = max(1, (chunk or max_logits(hidden.device)) // len(head.weight))
     settings = _Settings(
-        label_smoothing=label_smoothing, z_loss=z_loss, scale=head.scale, softcap=head.softcap, chunk_rows=rows
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        scale=head.scale,
+        softcap=head.softcap,
+        chunk_rows=rows,
+        row_losses=row_losses,
     )
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, weights, settings)  # type: ignore[no-untyped-call]
     return out
 
 
+def linear_cross_entropy(
+    hidden: torch.Tensor, head: LinearHead, targets: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the loss of each row, `[rows]`, computed like `linear_cross_entropy_sum`.
+
+    Only the sum over rows has a gradient that is correct: backward needs the same gradient for all rows.
+    """
+    row_losses = at_least_fp32(hidden.new_empty(len(hidden)))
+    total = linear_cross_entropy_sum(hidden, head, targets, weights, row_losses=row_losses)
+    return row_losses + (total - total.detach()) / max(1, len(row_losses))
+
+
 @dataclass(frozen=True)
 class _Settings:
-    """Arguments of the loss that are not tensors."""
+    """Arguments of the loss that have no gradient."""
 
     label_smoothing: float
     z_loss: float
     scale: float  # factor of the logits
     softcap: float | None
     chunk_rows: int  # number of rows whose logits are in memory at the same time
+    row_losses: torch.Tensor | None  # [rows], output: the loss of each row
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,7 +130,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # keep them in memory.
             grad = _head_output(chunk_hidden, weight, bias).to(wide_dtype)
             chunk_weights = None if weights is None else weights[chunk].to(wide_dtype)
-            _add_chunk_loss(total, grad, targets[chunk], chunk_weights, settings)
+            row_losses = None if settings.row_losses is None else settings.row_losses[chunk]
+            _add_chunk_loss(total, row_losses, grad, targets[chunk], chunk_weights, settings)
 
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -146,12 +168,13 @@ def _head_output(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def _add_chunk_loss(
     total: torch.Tensor,
+    row_losses: torch.Tensor | None,
     logits: torch.Tensor,
     targets: torch.Tensor,
     weights: torch.Tensor | None,
     settings: _Settings,
 ) -> None:
-    """Add the loss of a chunk to `total`, and overwrite `logits` with its gradient.
+    """Add the loss of a chunk to `total`, write the losses of its rows, and overwrite `logits` with its gradient.
 
     On CPUs a few rows are processed at a time, so that they stay in the cache.
     """
@@ -159,13 +182,16 @@ def _add_chunk_loss(
     for first in range(0, len(logits), rows):
         part = slice(first, first + rows)
         part_weights = None if weights is None else weights[part]
-        total += _loss_and_gradient(logits[part], targets[part], part_weights, settings)
+        losses = _losses_and_gradient(logits[part], targets[part], part_weights, settings)
+        total += losses.sum()
+        if row_losses is not None:
+            row_losses[part] = losses
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, settings: _Settings
 ) -> torch.Tensor:
-    """Return the loss summed over rows, and overwrite `logits [rows, vocabulary]` with its gradient.
+    """Return the loss of each row, and overwrite `logits [rows, vocabulary]` with the gradient of their sum.
 
     `logits` are the output of the head before scale and softcap.
     """
@@ -199,4 +225,4 @@ def _loss_and_gradient(
         grad = grad.mul_(softcap_slope)
     if settings.scale != 1.0:
         grad.mul_(settings.scale)
-    return loss.sum()
+    return loss

@@ -10,18 +10,18 @@ from torch import nn
 
 from omnizoo.modalities.decoders.image_tokens import code_loss
 from omnizoo.modalities.sampling import Sampling
-from omnizoo.ops.loss.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.loss.linear_cross_entropy import LinearHead, linear_cross_entropy
 
 
 def head_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross-entropy of `targets [N]`.
+    """Return the cross-entropy `[N]` of `targets [N]`.
 
     This function calls `forward` of the head's class, because the `forward` of the instance may be replaced for the
     text loss.
     """
     forward = type(head).forward
     if forward is nn.Linear.forward:
-        return linear_cross_entropy_sum(hidden, LinearHead(head.weight, head.bias), targets)
+        return linear_cross_entropy(hidden, LinearHead(head.weight, head.bias), targets)
     return code_loss(forward(head, hidden), targets)
 
 

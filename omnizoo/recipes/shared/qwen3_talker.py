@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.decoders.image_tokens import code_loss
 from omnizoo.modalities.flop_count import FlopCounter, causal_pairs, is_trained
 from omnizoo.modalities.item import Ids, Inputs, MediaItem
 from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
-from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker, packed
 from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, TalkerContext, TurnTokens
 
@@ -155,7 +155,7 @@ class Qwen3Talker(Talker):
     def further_losses(
         self, hidden: torch.Tensor, spoken: torch.Tensor, codes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the loss of the code predictor.
+        """Return the loss of the code predictor on each frame.
 
         Each frame is one sequence. It consists of the hidden state that predicts the frame, and the codes of the frame.
         Each position predicts the code of the next codebook.
@@ -173,8 +173,8 @@ class Qwen3Talker(Talker):
         hidden_by_codebook = out.view(frames, codebooks, -1)
         losses = []
         for codebook, head in enumerate(predictor.lm_head, start=1):
-            losses.append(cross_entropy_sum(head(hidden_by_codebook[:, codebook]), codes[:, codebook]))
-        return {"residual": torch.stack(losses).sum()}
+            losses.append(code_loss(head(hidden_by_codebook[:, codebook]), codes[:, codebook]))
+        return {"residual": torch.stack(losses).sum(0)}
 
     @cached_property
     def work(self) -> tuple[float, float, float, float]:

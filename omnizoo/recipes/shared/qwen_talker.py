@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.plugins import resolve
+from omnizoo.modalities.decoders.image_tokens import code_loss
 from omnizoo.modalities.decoders.precomputed_speech import read_codes
 from omnizoo.modalities.files.audio import write_audio
 from omnizoo.modalities.files.decoding import AUDIO_OPTIONS
@@ -26,7 +27,6 @@ from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.ops.device import to_device
-from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.decoders import generate_arguments, seeded
 from omnizoo.recipes.shared.encoders import UsesModel
 from omnizoo.recipes.shared.qwen_image import media_shapes
@@ -53,7 +53,7 @@ class Talker(UsesModel, TalkerFollower):
     speakers: Mapping[str, int]  # token id of each speaker
     no_speakers: ClassVar[str] = "It has no speakers."  # advice in the error message if there are no speakers
     end_id: int  # code that follows the last frame
-    depth: int | None = None  # thinker layer whose hidden states are used; if None, those after the final norm
+    depth: int | None = None  # thinker layer whose hidden states are used; if None, hidden states after the final norm
 
     def __init__(self, model: PreTrainedModel, speaker: str | None, codec: str | None, max_frames: int) -> None:
         super().__init__(model)
@@ -189,7 +189,7 @@ class Talker(UsesModel, TalkerFollower):
     def further_losses(
         self, hidden: torch.Tensor, spoken: torch.Tensor, codes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return losses in addition to the loss of the first codebook.
+        """Return losses of each frame in addition to the loss of the first codebook, `[frames]` for each term.
 
         Args:
             hidden: Hidden states that predict each frame, `[frames, width]`.
@@ -245,7 +245,10 @@ class Talker(UsesModel, TalkerFollower):
         logits = self.talker.codec_head(hidden.index_select(0, _concatenated_ranges(before_begins, ends, device)))
         before_ends = [end - 1 for end in ends]
         predicting = hidden.index_select(0, _concatenated_ranges(before_begins, before_ends, device))
-        return {"": cross_entropy_sum(logits, targets), **self.further_losses(predicting, spoken, codes)}
+        losses = {"": sum_by_item(code_loss(logits, targets), [count + 1 for count in frames])}
+        for term, frame_losses in self.further_losses(predicting, spoken, codes).items():
+            losses[term] = sum_by_item(frame_losses, frames)
+        return losses
 
     @cached_property
     def work(self) -> tuple[float, float, float, float]:
@@ -312,7 +315,12 @@ def packed(starts: torch.Tensor, longest: int) -> dict[str, Any]:
     return {"use_cache": False, **lengths}
 
 
+def sum_by_item(losses: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the sum of the losses of each item, `[items]`, given the number of losses of each item."""
+    return torch.stack([part.sum() for part in losses.split(list(counts))])
+
+
 def _concatenated_ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the integers from each start up to, but not including, its end, concatenated."""
+    """Concatenate the ranges of integers from each start up to, but not including, the corresponding end."""
     ranges = [torch.arange(start, end, device=device) for start, end in zip(starts, ends, strict=True)]
     return torch.cat(ranges)

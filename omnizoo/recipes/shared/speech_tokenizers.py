@@ -154,7 +154,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """Return `[n, codebooks + 1]`: the codes of each frame, and whether the depth decoder is trained on it."""
+        """Return `[n, codebooks + 1]`: the codes of each frame, and whether the depth decoder trains on the frame."""
         targets = []
         for item in items:
             is_refined = item["refined"][:, None]
@@ -181,14 +181,16 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         codes = targets[:, : self.codebooks]
         first = head_loss(self.head, hidden, codes[:, 0])
-        if self.residual_frames < 1:
-            refined_frames = targets[:, self.codebooks].nonzero().squeeze(1)
-            hidden = hidden.index_select(0, refined_frames)
-            codes = codes.index_select(0, refined_frames)
-        return {"": first, "residual": self.residual_loss(hidden, codes)}
+        if self.residual_frames == 1:
+            return {"": first, "residual": self.residual_loss(hidden, codes)}
+        refined_frames = targets[:, self.codebooks].nonzero().squeeze(1)
+        residual = self.residual_loss(hidden.index_select(0, refined_frames), codes.index_select(0, refined_frames))
+        if not len(refined_frames):  # no frame has a loss, but the result of the dummy frame stays in the graph
+            return {"": first, "residual": residual.sum() + first.new_zeros(len(first))}
+        return {"": first, "residual": residual.new_zeros(len(first)).index_add(0, refined_frames, residual)}
 
     def residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the depth decoder.
+        """Return the loss of the depth decoder on each frame, or 0 without frames.
 
         Each frame is one sequence. It consists of the hidden state that predicts the frame, and the codes of the frame.
         Each position predicts the code of the next codebook. Without frames, the depth decoder runs on a dummy frame.
@@ -197,10 +199,11 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
         if not len(codes):
             dummy_hidden = hidden.sum(0, keepdim=True)
             dummy_codes = codes.new_zeros(1, self.codebooks)
-            return 0 * self.residual_loss(dummy_hidden, dummy_codes)
+            return 0 * self.residual_loss(dummy_hidden, dummy_codes).sum()
         ids = F.pad(codes[:, :-1], (1, 0))
         out = self.depth(input_ids=ids, backbone_last_hidden_state=hidden, use_cache=False)
-        return code_loss(out.logits.flatten(0, 1), codes[:, 1:].flatten())
+        losses = code_loss(out.logits.flatten(0, 1), codes[:, 1:].flatten())
+        return losses.view(len(codes), self.codebooks - 1).sum(1)
 
     @torch.no_grad()
     def generate_item(self, embeddings: torch.Tensor, max_targets: int, sampling: Sampling) -> torch.Tensor:

@@ -66,11 +66,16 @@ class KTO(ReferenceLoss):
 
     def loss_of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_ratios = sums[0] - self.reference_scores
-        desirable = log_ratios[batch.samples_by_role["desirable"]]
-        undesirable = log_ratios[batch.samples_by_role["undesirable"]]
+        desirable_samples = batch.samples_by_role["desirable"]
+        undesirable_samples = batch.samples_by_role["undesirable"]
+        desirable = log_ratios[desirable_samples]
+        undesirable = log_ratios[undesirable_samples]
 
-        desirable_loss = self.desirable_weight * self._losses(desirable, 1).sum()
-        undesirable_loss = self.undesirable_weight * self._losses(undesirable, -1).sum()
+        desirable_losses = self.desirable_weight * self._losses(desirable, 1)
+        undesirable_losses = self.undesirable_weight * self._losses(undesirable, -1)
+        total = desirable_losses.sum() + undesirable_losses.sum()
+        losses = torch.cat([desirable_losses, undesirable_losses])
+        batch.source_sums.add(total, losses, torch.cat([desirable_samples, undesirable_samples]))
 
         num_responses = len(desirable) + len(undesirable)
         metric_sums = {
@@ -78,7 +83,7 @@ class KTO(ReferenceLoss):
             "rewards/undesirable": self.beta * undesirable.sum(),
             "kl": num_responses * self.kl,
         }
-        return desirable_loss + undesirable_loss, metric_sums
+        return total, metric_sums
 
     def _losses(self, log_ratios: torch.Tensor, sign: int) -> torch.Tensor:
         """Return the loss of each response, `[responses]`. `sign` is 1 for desirable responses, otherwise -1."""

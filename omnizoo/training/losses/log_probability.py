@@ -88,17 +88,22 @@ class ResponseLoss(LogProbabilityLoss):
         all_scores, samples = gather_scores(scores, batch)
         if batch.preferences is None:
             self.metric_sums = {name: scores.new_zeros(()) for name in self.metrics}
-            return 0 * all_scores.sum().to(dtype)
+            result = 0 * all_scores.sum().to(dtype)
+            batch.source_sums.add(result, result.new_zeros(0), samples[:0])
+            return result
 
         sums = self.sum_by_sample(all_scores, samples, batch.num_samples)
         total, metric_sums = self.loss_of_sums(sums, batch)
+        split = batch.source_sums.pop(total)
         self.metric_sums = {}
         for name, value in metric_sums.items():
             self.metric_sums[name] = value.detach().to(dtype) / self.num_sharing
         # The value is an equal share of the total. The gradient is not divided, because it covers only this rank's
         # tokens.
         share = total.detach().to(dtype) / self.num_sharing
-        return share + (total - total.detach()).to(dtype)
+        result = share + (total - total.detach()).to(dtype)
+        batch.source_sums.put(result, None if split is None else split / self.num_sharing)
+        return result
 
     def loss_of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and its metrics, summed over complete responses.

@@ -55,7 +55,10 @@ class PairLoss(ResponseLoss):
             "margin": (chosen_rewards - rejected_rewards).sum(),
             "accuracy": (chosen_rewards > rejected_rewards).double().sum(),
         }
-        return self.pair_losses(chosen, rejected).sum(), metric_sums
+        losses = self.pair_losses(chosen, rejected)
+        total = losses.sum()
+        batch.source_sums.add(total, losses, chosen_samples)
+        return total, metric_sums
 
 
 class DPO(ReferenceLoss, PairLoss):

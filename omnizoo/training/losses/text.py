@@ -43,14 +43,28 @@ class CrossEntropy(HeadLoss):
         self.z_loss = z_loss
 
     def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        return cross_entropy_sum(logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss)
+        row_losses = batch.source_sums.buffer(logits)
+        total = cross_entropy_sum(
+            logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss, row_losses=row_losses
+        )
+        batch.split_by_source(total, row_losses)
+        return total
 
     def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         if head.linear is None:
             return self.from_logits(head(hidden), batch)
-        return linear_cross_entropy_sum(
-            hidden, head.linear, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss
+        row_losses = batch.source_sums.buffer(hidden)
+        total = linear_cross_entropy_sum(
+            hidden,
+            head.linear,
+            batch.targets,
+            batch.loss_weights,
+            self.label_smoothing,
+            self.z_loss,
+            row_losses=row_losses,
         )
+        batch.split_by_source(total, row_losses)
+        return total
 
 
 def fall_back_to_logits(loss: Loss) -> bool:

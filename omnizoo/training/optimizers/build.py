@@ -350,7 +350,7 @@ def _build(
 
     arguments = choice.arguments | {"lr": config.train.lr}
     if accepts_decay:
-        arguments["weight_decay"] = config.optimizer.weight_decay  # only a default; each parameter group sets its own
+        arguments["weight_decay"] = config.optimizer.weight_decay  # a default; each group sets its decay
     if choice.kind == "muon" and config.train.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
     if choice.kind == BF16:

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.models.diffusion.conditioning.components import build_pipeline, component_hash, frozen_computation
+from omnizoo.models.diffusion.conditioning.components import (
+    assemble_pipeline,
+    component_hash,
+    frozen_computation,
+    load_components,
+)
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
 
 TEXT_COMPONENTS = ("text_encoder", "tokenizer", "connectors")  # prefixes of component names
@@ -38,18 +43,27 @@ class TextConditioner:
         folder: The pipeline.
         device: Device of the text encoders.
         dtype: Precision of the text encoders; None for the precision of their files.
+        loaded: The components, if they are loaded already.
 
     Example:
         >>> conditioner = TextConditioner(PipelineFolder.read("FLUX.1-dev"), torch.device("cuda"))
         >>> conditioner.encode("a cat")  # {"text": [512, 4096], "pooled": [768]}
     """
 
-    def __init__(self, folder: PipelineFolder, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        folder: PipelineFolder,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        loaded: dict[str, Any] | None = None,
+    ) -> None:
         self.device = device
         self.key = folder.key
         self.outputs = _returned_names(folder)
         self.arguments = _default_arguments(folder.pipeline_class)
-        self.pipeline = build_pipeline(folder, text_components(folder), device, dtype)
+        if loaded is None:
+            loaded = load_components(folder, text_components(folder), device, dtype)
+        self.pipeline = assemble_pipeline(folder, loaded)
 
     def encode(self, prompt: str) -> Condition:
         """Return the tensors of one prompt.
