@@ -506,7 +506,7 @@ class Renderer:
 
     @cached_property
     def token_rows(self) -> TokenRowRenderer:
-        """Renderer of pre-tokenized rows."""
+        """The renderer for pre-tokenized rows."""
         if self.turns is not None:
             raise BadRow("pre-tokenized rows have text targets, but this model does not generate text")
         positions = partial(self._positions, items=())

@@ -1,5 +1,6 @@
 """Frozen conditioners against the plain pipeline of diffusers: text, latents and first frames."""
 
+import pickle
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,14 @@ def test_latents_equal_those_of_the_plain_autoencoder(folder_of: Any, name: str)
     torch.testing.assert_close(latents, expected[0], rtol=1e-6, atol=1e-6)
     restored = Normalization.from_json(encoder.normalization.to_json()).undo(latents)
     torch.testing.assert_close(restored, posterior.sample(noise), rtol=1e-6, atol=1e-6)
+
+
+def test_maximum_number_of_text_tokens_cuts_prompts(folder_of: Any) -> None:
+    folder = folder_of("wan")
+    cut = TextConditioner(folder, CPU, max_text_tokens=16).encode(PROMPT)["text"]
+    whole = plain(folder.path).encode_prompt(PROMPT, max_sequence_length=16, do_classifier_free_guidance=False)[0]
+    assert torch.equal(cut, whole[0])
+    assert pickle.loads(pickle.dumps(TextSizes(folder, 16)))(PROMPT).tokens == 16
 
 
 def test_image_has_no_frames_in_latents_of_a_video_autoencoder(folder_of: Any) -> None:

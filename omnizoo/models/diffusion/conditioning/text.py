@@ -31,6 +31,7 @@ OUTPUTS = {
     "prompt_embeds_mask_2": "text_mask_2",
     "text_ids": None,
 }
+MAX_TOKENS = "max_sequence_length"  # argument of `encode_prompt`
 UNCONDITIONAL = "negative_"  # prefix of variables for classifier-free guidance, which training does not use
 
 Condition = dict[str, torch.Tensor]  # tensors of one sample, without a batch dimension
@@ -43,6 +44,7 @@ class TextConditioner:
         folder: The pipeline.
         device: Device of the text encoders.
         dtype: Precision of the text encoders; None for the precision of their files.
+        max_text_tokens: Maximum number of text tokens (`max_sequence_length`); None for the default of the pipeline.
         loaded: The components, if they are loaded already.
 
     Example:
@@ -55,12 +57,17 @@ class TextConditioner:
         folder: PipelineFolder,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        max_text_tokens: int | None = None,
         loaded: dict[str, Any] | None = None,
     ) -> None:
         self.device = device
         self.key = folder.key
         self.outputs = _returned_names(folder)
         self.arguments = _default_arguments(folder.pipeline_class)
+        if max_text_tokens is not None:
+            if MAX_TOKENS not in self.arguments:
+                raise UserError(f"data.text_tokens: {folder.class_name} has a fixed number of text tokens. Remove it.")
+            self.arguments[MAX_TOKENS] = max_text_tokens
         if loaded is None:
             loaded = load_components(folder, text_components(folder), device, dtype)
         self.pipeline = assemble_pipeline(folder, loaded)

@@ -30,13 +30,15 @@ class TextSizes:
 
     Args:
         folder: The pipeline.
+        max_text_tokens: Maximum number of text tokens; None for the default of the pipeline.
     """
 
-    def __init__(self, folder: PipelineFolder) -> None:
+    def __init__(self, folder: PipelineFolder, max_text_tokens: int | None = None) -> None:
         self.folder = folder
+        self.max_text_tokens = max_text_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TextSizes, (self.folder,)
+        return TextSizes, (self.folder, self.max_text_tokens)
 
     @cached_property
     def _conditioner(self) -> TextConditioner:
@@ -47,7 +49,7 @@ class TextSizes:
                 continue  # connectors do not change the number of tokens
             is_model = issubclass(component.load_class(), nn.Module)
             loaded[name] = WeightlessEncoder(component) if is_model else load_component(component, CPU)
-        return TextConditioner(self.folder, CPU, loaded=loaded)
+        return TextConditioner(self.folder, CPU, max_text_tokens=self.max_text_tokens, loaded=loaded)
 
     def __call__(self, prompt: str) -> TextSize:
         """Return the size of an encoded prompt."""
