@@ -29,7 +29,7 @@ from omnizoo.models.read_config import load_tokenizer, read_generation_config, r
 from omnizoo.models.untrusted_folders import read_json
 
 MAX_FILE_SIZE = "5GB"  # maximum size of a weight file, as in published models
-# Returns the base model that the adapter of a checkpoint was trained on, and its weights (see merge_adapter.py).
+# Returns the base model of a checkpoint's adapter, and the weights of the base model (see merge_adapter.py).
 Base = Callable[[Path, ModelSection], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
 

@@ -55,7 +55,7 @@ class Config(ConfigSection):
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
         """Whether the losses refuse, allow or require preference rows.
 
-        They refuse such rows if none of them is a preference loss, and require them if no loss can use other rows.
+        Preference rows are refused if there is no preference loss, and required if no loss can use other rows.
         """
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
@@ -65,7 +65,7 @@ class Config(ConfigSection):
 
     @property
     def learns_answers(self) -> bool:
-        """Whether the config has a token loss, such as cross entropy. Chosen responses are then targets of it, too."""
+        """Whether the config has a token loss, such as cross entropy. Such a loss also trains on chosen responses."""
         return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *ROUTER_LOSSES})
 
     @property

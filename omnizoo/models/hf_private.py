@@ -147,7 +147,7 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 def text_embedding(model: PreTrainedModel) -> nn.Module:
     """Return the embedding of the tokenizer's ids.
 
-    The input embedding of some models belongs to another vocabulary. For those, return the child table with
+    The input embedding of some models belongs to another vocabulary. For such models, return the child table with
     `text_vocab_size` rows.
     """
     embedding = model.get_input_embeddings()
@@ -223,7 +223,7 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return tied weights whose names in published files differ from those in `named_parameters`.
+    """Return tied weights that have different names in published files and in `named_parameters`.
 
     Returns:
         The names in published files, keyed by the name in `named_parameters`.

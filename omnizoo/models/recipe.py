@@ -48,8 +48,8 @@ class Recipe:
     attention_width: tuple[str, str] | None = None
     # For recurrent layers: names of the config fields for the number of heads, and rows and columns of the state.
     state_size: tuple[str, str, str] | None = None
-    # Whether the family has experts that expert parallelism can distribute. None: it has them if the default config has
-    # experts. True: some models have them, although the default config has none. False: the experts of the family do
+    # Whether the family has experts that expert parallelism can distribute. None: only if the default config has
+    # experts. True: some models have experts, although the default config has none. False: the experts of the family do
     # not use transformers' experts interface.
     has_experts: bool | None = None
     # Multimodal families: (model, tokenizer folder, options) -> modalities, keyed by name. The model is on meta.
@@ -143,7 +143,7 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     If some of these modules are in module lists, modules elsewhere (an embedding, a complete encoder) are not returned,
     even if the model's authors declare them as blocks.
     """
-    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
+    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # `forward` does not run these modules
     modules = dict(model.named_modules())
     candidates: list[str] = []
     in_lists: list[str] = []

@@ -218,7 +218,7 @@ class LanguageObjective(Objective):
         self._router_losses = [loss for loss in losses if loss.input_kind == "from_routers"]
         if not self.token_losses and not self._decoder_weights:
             raise UserError(
-                "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss plugin."
+                "train.losses: no loss applies to the predictions of the model. Add cross_entropy or a loss plugin."
             )
         if len(config.data.sources) > 1:
             taken = [loss.name for loss in self.token_losses + self._router_losses]
@@ -355,7 +355,7 @@ class LanguageObjective(Objective):
             logits, decoder_sums = run_model(self.model, local)
         try:
             start = anchor(logits)
-        except UnsupportedHeadError:  # only in the first forward pass of a run
+        except UnsupportedHeadError:  # raised only in the first forward pass of a run
             hidden_losses = [loss.loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
             if not all(fall_back_to_logits(loss) for loss in hidden_losses):
                 raise

@@ -16,7 +16,7 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.training.causality_probe import probe
 
 PACK_TOKENS = 96  # maximum pack length
-TILE_TOKENS = 7  # maximum `parallel.tile_tokens`, so that each rank splits its tokens of a short pack into tiles
+TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
 
 

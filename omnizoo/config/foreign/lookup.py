@@ -11,7 +11,7 @@ from omnizoo.config.foreign.base import Rule, Trainer
 TRAINERS: dict[str, Trainer] = {
     module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)
 }
-MIN_DETECTED = 3  # keys of another trainer that make a file one of its configs
+MIN_DETECTED = 3  # minimum number of a trainer's keys in a config of this trainer
 UNIQUE = 3  # weight of a key that only one trainer has
 
 

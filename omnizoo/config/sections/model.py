@@ -119,10 +119,10 @@ class AdapterSettings(ConfigSection):
     (docs/how-to/adapters.md)."""
 
     exclude: list[Text] = Field([])
-    """Modules that match `targets` but get no adapter matrices. Entries have the form of those in `targets`."""
+    """Modules that match `targets` but get no adapter matrices. Entries have the same form as in `targets`."""
 
     modules_to_save: list[Text] = Field([])
-    """Modules whose weights are trained in full and saved with the adapter. Entries have the form of those in
+    """Modules whose weights are trained in full and saved with the adapter. Entries have the same form as in
     `targets`."""
 
     init: Literal["kaiming", "gaussian", "random"] = "kaiming"

@@ -56,7 +56,7 @@ class LossSettings(ConfigSection):
 class TrainSection(ConfigSection):
     """Keys of `train`."""
 
-    # Only one key of each pair can be set, because it determines the other one.
+    # Only one key of each pair can be set, because one key determines the other.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
         alternatives(("epochs",), ("steps",))
         | alternatives(("warmup_ratio",), ("warmup_steps",))
@@ -98,7 +98,8 @@ class TrainSection(ConfigSection):
     """Fraction of all steps that are warmup steps, rounded up, instead of `warmup_steps`."""
 
     decay_steps: Steps = 0
-    """Number of steps of linear decay at the end of the schedule `wsd`. With 0, the last fifth of the run is decay."""
+    """Number of steps of linear decay at the end of the schedule `wsd`. With 0, the learning rate decays in the last
+    fifth of the run."""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final learning rate, as a fraction of the peak learning rate."""

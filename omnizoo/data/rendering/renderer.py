@@ -478,7 +478,7 @@ class Renderer:
 
     @cached_property
     def token_rows(self) -> TokenRowRenderer:
-        """Renderer of pre-tokenized rows."""
+        """The renderer for pre-tokenized rows."""
         if self.turns is not None:
             raise BadRow("pre-tokenized rows have text targets, but this model does not generate text")
         positions = partial(self._positions, items=())
@@ -586,7 +586,7 @@ class Renderer:
 
         encoding = self.backend.encode(text)
         ids = encoding.ids
-        offsets = encoding.offsets if media.items else []  # read them only if needed, because this is slow
+        offsets = encoding.offsets if media.items else []  # read only if needed, because reading offsets is slow
         weights = np.ones(len(ids), np.float32)
         if prompt:
             # Special tokens that the tokenizer adds have the offset 0. Make the offsets increasing.

@@ -44,7 +44,7 @@ METADATA_FIELDS = frozenset(
     }
 )
 # fmt: on
-# In messages, the id that connects a tool result with its call is metadata as well.
+# Also metadata, but only in messages: the id that connects a tool result with its call.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
 REJECTED_RESPONSE = "rejected_response"  # field of ms-swift with a rejected alternative to the last response of the row
@@ -80,7 +80,7 @@ UNSUPPORTED_FIELDS = {
 }
 # fmt: on
 
-# Reasons for which a field is never suggested for `data.ignore`, because dropping it would change what is trained.
+# Reasons for which a field is never suggested for `data.ignore`, because dropping the field would change the training.
 NEVER_DROPPED = (NEEDS_PREFERENCE_LOSS, WEIGHT_FIELDS, PRETOKENIZED)
 
 
@@ -235,7 +235,7 @@ class RowFields:
     def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
         """Return changes of the config that make a row with unused fields usable.
 
-        They either use the fields (with a preference loss), or drop them if this does not change what is trained. The
+        They either use the fields (with a preference loss), or drop them if this does not change the training. The
         list is empty if neither is possible.
 
         Args:

@@ -216,7 +216,7 @@ def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, 
         raise UserError(
             f"{KEY}.exclude: {settings.exclude} excludes every target of {settings.targets}. Exclude fewer modules."
         )
-    return [name for name in kinds if name in targets]  # in the order of the model
+    return [name for name in kinds if name in targets]  # sorted in the order of the model
 
 
 def _find_saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[str]) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
         )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except Exception as error:  # for inconsistent sizes, constructors and loaders raise exceptions of any type
+    except Exception as error:  # constructors and loaders raise exceptions of any type if sizes are inconsistent
         if is_out_of_memory(error):
             raise
         raise UserError(f"{folder}: cannot build the model that config.json describes: {first_line(error)}") from error

@@ -41,7 +41,7 @@ class ScoringModel:
     def sums(self, batch: LocalBatch) -> torch.Tensor:
         """Return the log-probabilities of complete responses, `[samples]`, in fp64.
 
-        Collective: all ranks must call it, even those without responses.
+        Collective: all ranks must call it, even ranks without responses.
         """
         is_training = self.model.training
         self.model.eval()
