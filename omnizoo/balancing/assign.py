@@ -173,7 +173,7 @@ def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int
         if comparisons > max_comparisons:
             return
 
-        # [candidates, items], the cost that the busiest rank loses if it swaps a candidate for an item.
+        # [candidates, items], how much the cost of the busiest rank falls if it swaps a candidate for an item.
         relief = costs[candidates, None] - costs
         # The higher cost of both ranks after the swap. Exclude swaps within the busiest rank.
         cost_after = np.maximum(loads[busiest] - relief, loads[owner] + relief)

@@ -24,12 +24,11 @@ Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]
 
-# A message consists of these sections in this order. It starts with their sizes in bytes, as int64.
+# A message consists of a header with the size of each section in bytes (int64), and these sections in this order.
 SECTIONS = ("packs", "lengths", "counts", "items", "spans", "status")
 HEADER_BYTES = len(SECTIONS) * np.dtype(np.int64).itemsize
 
-# Maps each preference count of a pack to the role of the segments that it counts. A pair is counted by its chosen
-# response.
+# Maps each preference count of a pack to the role of the segments to count. A pair counts once, by its chosen response.
 PREFERENCES = {
     "pairs": "chosen",
     "desirable": "desirable",
@@ -42,7 +41,7 @@ PACK = np.dtype(
         ("is_dummy", "i8"),  # 1 for dummy packs
         ("num_segments", "i8"),
         ("num_items", "i8"),  # number of media items
-        ("cost", "f8"),  # FLOPs, without those of the media items
+        ("cost", "f8"),  # FLOPs, without media items
     ]
 )
 COUNT = np.dtype(  # counts of the segments of a pack that come from the same source
@@ -63,7 +62,7 @@ ITEM = np.dtype(
         ("num_placeholders", "i8"),
         ("num_targets", "i8"),  # contribution of the item to the denominator of its loss; 0 if it has no loss
         ("is_target", "i8"),  # 1 if the model predicts the item, with or without a loss on it
-        ("num_residual_targets", "i8"),  # the same as num_targets, for the second loss
+        ("num_residual_targets", "i8"),  # contribution of the item to the denominator of the second loss
         ("num_spans", "i8"),
         ("cost", "f8"),  # FLOPs
     ]
@@ -224,7 +223,7 @@ def concatenate_ranges(first: Numbers, count: Numbers) -> Numbers:
 
 
 def encode_message(table: PackTable, status: Any) -> bytes:
-    """Encode what a rank sends to all others as bytes.
+    """Encode the message that a rank sends to all other ranks.
 
     Args:
         table: Metadata of the packs that this rank has loaded.

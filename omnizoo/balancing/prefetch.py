@@ -91,7 +91,7 @@ class Prefetcher:
         self._request_step()
 
     def next(self) -> StepData:
-        """Return the next step. An error that occurred while it was loaded is raised here.
+        """Return the next step. An error in loading the step is raised here.
 
         Raises:
             LoadingStopped: If a stop was requested before a rank had loaded the step. All ranks raise it, and `state`
@@ -120,11 +120,11 @@ class Prefetcher:
         """Start the thread that redistributes steps."""
         num_threads = torch.get_num_threads()
         is_ready = threading.Event()
-        # This is a daemon thread, because it may be waiting for a rank that has ended.
+        # Use a daemon thread, because the thread may wait forever for a rank that has ended.
         thread = threading.Thread(target=self._work, args=(is_ready,), name="data", daemon=True)
         thread.start()
         is_ready.wait()
-        torch.set_num_threads(num_threads)  # `_work` has changed the default for new threads; this restores it
+        torch.set_num_threads(num_threads)  # `_work` has changed the default for new threads; restore the default
         return thread
 
     def _request_step(self) -> None:
@@ -140,7 +140,7 @@ class Prefetcher:
             self._results.put(error)
 
     def _load(self) -> Loaded:
-        """Load the next step, and return it with the state of the loader after it."""
+        """Load the next step, and return the step with the resulting state of the loader."""
         return load_step(self.loader), self.loader.state_dict()
 
     def _work(self, is_ready: threading.Event) -> None:
@@ -169,7 +169,7 @@ class Prefetcher:
         self.loader.close()
 
     def _is_idle(self, timeout: float) -> bool:
-        """Whether the thread finishes its current step within `timeout` seconds. The step is discarded."""
+        """Whether the thread finishes its current step within `timeout` seconds. The step is then discarded."""
         if not self.is_working:
             return True
         self.loader.stop()  # workers may be stuck

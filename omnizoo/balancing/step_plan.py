@@ -174,7 +174,7 @@ def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: i
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:
-    """Return the sum of values, added in sorted order. The order of the packs does not change a single bit of it."""
+    """Return the sum of values, added in sorted order. The result is bitwise independent of the order of the packs."""
     return float(np.sort(values).sum())
 
 
@@ -222,7 +222,7 @@ class MicroBatchPlan:
             self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
-        """Return the items that `rank` processes, each as its number in this micro-batch and its port."""
+        """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
     def source_of(self, item: int) -> int:
@@ -230,7 +230,7 @@ class MicroBatchPlan:
         return int(self.table.items["source"][self.items[item]])
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
-        """Return the features that `rank` sends to other ranks, and those that it receives for its tokens, by port."""
+        """Return, by port, the features that `rank` sends to other ranks, and those it receives for its tokens."""
         has_spans = self.table.items["num_spans"][self.items] > 0
         present = [port for i, port in enumerate(self.ports) if (has_spans & (self.port == i)).any()]
         dp_rank = rank // self.layout.sp

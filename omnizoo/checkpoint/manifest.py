@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the size and hash of every file, the step and the run id. It detects any changed byte.
 
-A manifest contains a hash of itself and has exactly one valid text for its content. Any other text is rejected as
-damaged. xxh3 is not a cryptographic hash, so it detects damage but not forgery.
+A manifest contains a hash of itself. Its content has exactly one valid text; any other text is rejected as damaged.
+xxh3 is not a cryptographic hash, so it detects damage but not forgery.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Manifest:
 
     run: str  # id of the run that wrote it
     step: int
-    files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
+    files: Mapping[str, File]  # keyed by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
         """Return the text of the manifest file. It includes a hash of the other fields."""

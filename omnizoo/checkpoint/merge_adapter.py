@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Return the base model of a checkpoint's adapter, on the CPU, and its weights by name, in fp32.
+    """Return the base model of a checkpoint's adapter, and the model's weights by name. Both are in fp32 on the CPU.
 
     Args:
         source: A checkpoint with an adapter. The config of its run contains the path of the base weights.

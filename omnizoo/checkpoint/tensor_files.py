@@ -94,7 +94,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def begin_average(optimizer: torch.optim.Optimizer) -> None:
-    """Set the moving average, if there is one, to the current weights, because they were loaded after its creation."""
+    """Set the moving average, if any, to the current weights. They were loaded after the average was created."""
     for parameter, average in getattr(optimizer, "average", {}).items():
         average.copy_(parameter)
 
@@ -122,7 +122,7 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
 
 
 class _HashingFiles(FileSystem):
-    """File system for DCP's writer that records the size and hash of each file and calls fsync on it."""
+    """File system for DCP's writer. It records the size and hash of each file, and flushes each file with fsync."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -171,7 +171,7 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     Names and shapes are checked first, because a failed load would leave some tensors overwritten.
 
     Raises:
-        UserError: If the names or shapes in the checkpoint differ from those of `tensors`.
+        UserError: If the names or shapes in the checkpoint differ from `tensors`.
     """
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):

@@ -51,7 +51,7 @@ class StreamingWriter(HuggingFaceStorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             file_name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
-            # The safetensors format asks for aligned tensors, so those with the widest elements come first.
+            # The safetensors format requires aligned tensors, so the tensors with the widest elements come first.
             items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
             with self.fs.create_stream(self.fs.concat_path(self.path, file_name), "wb") as stream:
                 stream.write(_header(items))

@@ -186,7 +186,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
 
 
 def describe_costliest(port: "PortMix") -> str:
-    """Describe the item of a module that has the most FLOPs: its row, and its share of the module's FLOPs."""
+    """Describe the costliest item of a module: the row of the item, and its share of the module's FLOPs."""
     if not port.cost:
         return "-"
     share = percent(port.costliest.size.cost, port.cost)

@@ -83,8 +83,8 @@ def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
 def _preview(item: MediaItem, reader: Reader) -> str:
     """Return the HTML preview of a media item.
 
-    If its module has no preview, the result is the value of the item, or an empty string for a file. If the item cannot
-    be decoded, it is the reason.
+    If its module has no preview, return the value of the item, or an empty string for a file. If the item cannot be
+    decoded, return the reason.
     """
     try:
         html = find_module(reader.modalities, item.port).preview(item.media)

@@ -20,7 +20,7 @@ from omnizoo.config.versions import install_command, installed_versions
 if TYPE_CHECKING:
     import torch
 
-# Optional packages of kernels: name of the module -> layers that use it. Only those that the code imports.
+# Optional packages of kernels that the code imports: name of the module -> layers that use it.
 KERNELS = {
     "triton": "the kernels that torch.compile generates on GPUs",
     "fla": "linear attention on GPUs; needs triton",

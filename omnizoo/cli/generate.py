@@ -314,7 +314,7 @@ def check_speech(folder: Path, args: GenerateSettings, model: "ChatModel", has_o
 
 @dataclass(frozen=True)
 class PromptOfRow:
-    """A rendered prompt, its text, and the expected response of the row, if it has one."""
+    """A rendered prompt, its text, and the expected response of the row, if any."""
 
     prompt: "RenderedRow"
     text: str

@@ -29,7 +29,7 @@ COMMANDS = {
     "convert": "Convert the config of another trainer",
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
-    "recipes": "List the model families that have a recipe, and what is tested for each",
+    "recipes": "List the model families that have a recipe, and the tests of each",
     "completion": "Print a completion script for bash, zsh or fish",
 }
 TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`
@@ -157,7 +157,7 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
-        for key in reversed(keys):  # the key with the fewest levels comes last and replaces the others
+        for key in reversed(keys):  # the last key, with the fewest levels, replaces the other keys
             last_part = key.rpartition(".")[2]
             flags[f"--{last_part}"] = f"--{key}"
 

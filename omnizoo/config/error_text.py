@@ -23,7 +23,7 @@ COMMAND_LINE = "command line"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
-# Schema keys that a validator of a section may report an error for: all keys, and the mappings that contain them.
+# Schema keys for which a validator may report an error: all keys, and the mappings that contain keys.
 LOCATIONS = set(TYPES) | {key.rpartition(".")[0] for key in KEYS}
 
 # Options of the built-in losses and optimizers, keyed by the schema key of the settings that contain `options`.
@@ -51,7 +51,7 @@ class KeyOrigin:
         return f"{self.path}{self._line(loc)}{suffix}"
 
     def _line(self, loc: Loc) -> str:
-        """Return `:LINE` for the key, or for its closest parent that is in the file; empty if there is none."""
+        """Return `:LINE` of the key, or of its closest parent in the file; empty if the file contains neither."""
         for length in range(len(loc), 0, -1):
             key = _dotted(loc[:length])
             if key in self.lines:

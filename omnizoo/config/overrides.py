@@ -70,7 +70,7 @@ def apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set one dotted key, and create the mappings and lists on its path that do not exist.
+    """Set one dotted key, and create missing mappings and lists on the path of the key.
 
     Args:
         data: Values of the config. They are changed in place.

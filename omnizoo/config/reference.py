@@ -54,7 +54,7 @@ def schema_key(key: str) -> str:
 
 @cache
 def exclusive_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return `ConfigSection.exclusive` of each section that has such keys.
+    """Return the mutually exclusive keys (`ConfigSection.exclusive`) of each section that has some.
 
     The result is keyed by the schema key of the section, such as `train`, `data.sources.N` or `optimizer.groups.N`.
     """

@@ -8,9 +8,9 @@ Row = dict[str, Any]
 SIDES = ("chosen", "rejected")  # fields with the responses of a preference pair
 SINGLE = ("completion", "label")  # fields of a labeled response: the text, and whether it is desirable
 PROMPTS = ("prompt", "messages", "conversations")  # fields that may contain the prompt of a preference row
-CHAT_PROMPTS = ("instruction", "input", "query", "history")  # fields with parts of a prompt, from which chats are built
+CHAT_PROMPTS = ("instruction", "input", "query", "history")  # fields with parts of a prompt; chats are built from them
 RESPONSES = ("completion", "output", "response")  # fields that may contain a labeled response
-# Alternative names of fields in preference rows, and our names for them.
+# Names of preference fields in the rows of other tools, and the names that OmniZoo uses.
 PREFERENCE_ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected", "kto_tag": "label"}
 # Fields that may contain the text or chat of a row, in order of preference.
 CONVERSATION = ("messages", "conversations", "text", "input_ids")

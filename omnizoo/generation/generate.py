@@ -37,7 +37,7 @@ OnPiece = Callable[[GeneratedPiece], None]
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt to respond to.
+    """A prompt with token ids and prepared media, ready for generation.
 
     Args:
         ids: Token ids of the prompt.
@@ -83,7 +83,7 @@ Outcome = list[GeneratedPiece] | UserError
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Tokens with a special effect on a response, and its maximum length."""
+    """Tokens with a special effect on a response, and the maximum length of a response."""
 
     begin: Mapping[int, Modality]  # tokens that begin a media item
     excluded: torch.Tensor  # token ids that are never sampled: placeholder tokens, and reserved ids of decoders

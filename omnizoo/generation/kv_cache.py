@@ -1,7 +1,7 @@
 """Join the KV caches of several conversations to one cache with padding on the left, and split this cache again.
 
-Only caches of attention layers can be joined. The cache classes are those of transformers. Its `generate` also pads on
-the left, but has no function to join caches, because it processes all prompts of a batch at once.
+Only caches of attention layers can be joined. The cache classes come from transformers. Its `generate` also pads on the
+left, but has no function to join caches, because it processes all prompts of a batch at once.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _resized_layer(layer: Any, length: int, rows: Sequence[int] | None) -> Any:
 
 
 def _join_layers(layers: Sequence[Any]) -> None:
-    """Append the keys and values `[rows, heads, positions, width]` of the other layers to those of the first."""
+    """Append keys and values `[rows, heads, positions, width]` of all other layers to the first layer."""
     if layers[0].is_initialized:  # False for layers that use the keys and values of another layer
         layers[0].keys = torch.cat([layer.keys for layer in layers])
         layers[0].values = torch.cat([layer.values for layer in layers])

@@ -1,4 +1,4 @@
-"""Choose the files of a dataset by their names: those with rows of a split, and the media that rows may refer to.
+"""Choose files of a dataset by their names: files with rows of a split, and media that rows may refer to.
 
 The rules are the same for local folders, remote addresses and repositories on the hub. A repository may instead
 describe its subsets and splits in the header of its README.
@@ -38,7 +38,7 @@ UNUSED_TEXT = (".md", ".gitattributes", ".gitignore", ".yaml", ".yml")  # suffix
 
 
 def has_rows(name: PurePath) -> bool:
-    """Whether a file contains rows according to its name. Hidden files do not."""
+    """Whether a file contains rows, judging by its name. Hidden files contain none."""
     is_hidden = any(part.startswith(".") for part in name.parts)
     return name.suffix in ROW_FILES and name.name not in NOT_ROWS and not is_hidden
 

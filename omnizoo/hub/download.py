@@ -145,7 +145,7 @@ def _check_connection() -> None:
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise NotReachedError from error
     except httpx2.HTTPError:
-        return  # the download will report what is wrong
+        return  # the download will report the problem
 
 
 def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:
@@ -226,7 +226,7 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
                 progress.advance(task, initial)
 
             def update(self, n: float | None = 1) -> None:
-                """Add `n` bytes."""
+                """Add `n` downloaded bytes to the progress bar."""
                 if stopped.is_set():
                     raise Interrupted
                 progress.advance(task, n or 0)
@@ -299,7 +299,7 @@ def _check_hash(repository: Repository, name: str, key: str) -> None:
 
 
 def hash_of(path: Path, file: HubFile) -> str:
-    """Return the hash of a file, of the kind that the hub lists for it: sha256 for large files, else the git hash."""
+    """Return the hash of a file in the same form as on the hub: sha256 for large files, otherwise the git hash."""
     if file.sha256:
         digest = hashlib.sha256()
     else:

@@ -38,7 +38,7 @@ class Repository:
     name: HubName  # name of the repository, with a commit
     repo_type: RepoType
     files: dict[str, HubFile]  # keyed by the path in the repository
-    is_complete: bool = True  # whether `files` contains all files of the commit, and not only those on disk
+    is_complete: bool = True  # whether `files` contains all files of the commit, and not only the files on disk
     is_from_hub: bool = True  # whether the list comes from the hub; it then includes the hashes of the files
 
     @property
@@ -172,7 +172,7 @@ def _time_of(path: Path) -> int | None:
 
 
 def write_record(repository: Repository, verified: Iterable[str]) -> None:
-    """Write a record of a download: the files of the commit, and those whose hashes were checked.
+    """Write a record of a download: the files of the commit, and the files with checked hashes.
 
     Nothing is written if the hub did not list the files, or if the cache is not writable.
 

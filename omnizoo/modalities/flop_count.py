@@ -33,7 +33,7 @@ class FlopCounter:
 
     def __init__(self, trained: bool = False) -> None:
         self.flops = 0.0
-        self.trained = trained  # whether anything counted so far is trained and therefore needs gradients
+        self.trained = trained  # whether a module counted so far is trained and therefore needs gradients
 
     def multiply(self, weight: torch.Tensor, rows: float) -> None:
         """Add the multiplication of `rows` rows by a weight."""
@@ -71,7 +71,7 @@ def is_trained(module: nn.Module) -> bool:
 
 def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Return (forward FLOPs, forward and backward FLOPs) of `run`. torch counts them on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
+    from torch.utils.flop_counter import FlopCounterMode  # imported here, because this import is slow: it loads triton
 
     with FlopCounterMode(display=False) as counter:
         output = run()

@@ -27,14 +27,14 @@ class MediaSize:
     """Size and cost of an item, known before it is decoded."""
 
     num_placeholders: int  # number of tokens in the sequence
-    cost: float  # FLOPs of `encode` (and its backward if trained) or of `targets`, used to balance ranks
+    cost: float  # FLOPs of `encode` (with backward if trained) or of `targets`; ranks are balanced by cost
     targets: int | None = None  # for decoders only: contribution to the loss count; if None, `num_placeholders`
     num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
     # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64); () is one run.
     layout: tuple[str | int | NestedRun, ...] = ()
     # Sizes of nested items of the same media, keyed by modality.
     inside: Mapping[str, "MediaSize"] = field(default_factory=dict)
-    shape: tuple[float, ...] = ()  # for models with positions on several axes, such as M-RoPE
+    shape: tuple[float, ...] = ()  # size along each position axis, for models with several axes, such as M-RoPE
 
     def part(self, share: float) -> "MediaSize":
         """Return the size of a part that makes up the fraction `share` of the item."""

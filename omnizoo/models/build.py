@@ -1,6 +1,6 @@
 """Build the model of a config on the meta device, without weights or memory.
 
-The model is the unmodified transformers class, a composed model, or a user module.
+The model is the unmodified class of transformers or diffusers, a composed model, or a user module.
 """
 
 from copy import deepcopy
@@ -19,6 +19,7 @@ from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
 from omnizoo.models.adapters.lora import attach
 from omnizoo.models.adapters.peft_files import adapter_settings, check_base, check_shapes
+from omnizoo.models.diffusion.denoiser import build_denoiser, is_denoiser
 from omnizoo.models.export_files import keep_export_files, read_published, read_voices_beside
 from omnizoo.models.hf_private import (
     PACKED,
@@ -31,6 +32,7 @@ from omnizoo.models.hf_private import (
 )
 from omnizoo.models.interfaces.attention import carry_pack
 from omnizoo.models.interfaces.recurrent import bind_states, has_states
+from omnizoo.models.interfaces.score_head import HEAD, use_score_head
 from omnizoo.models.media.composed_config import language_config
 from omnizoo.models.read_config import read_generation_config, read_model_config, tokenizer_folder
 from omnizoo.models.recipe import store_recipe
@@ -68,6 +70,8 @@ def build_model(model: ModelSection, precision: str, device: str = "meta") -> nn
     store_recipe(built, model)
     if model.adapter is not None:
         settings = adapter_settings(model.adapter)
+        if model.score_head is not None and HEAD not in settings.modules_to_save:
+            settings = settings.model_copy(update={"modules_to_save": [*settings.modules_to_save, HEAD]})
         check_base(built, settings)
         with torch.device(device):
             attach(built, settings, MASTER_DTYPE[precision], FROZEN_DTYPE[precision])
@@ -82,6 +86,9 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
     if model.module is not None:
         with torch.device(device):
             return _build_user_module(model).to(MASTER_DTYPE[precision])
+    if is_denoiser(model):
+        denoiser = build_denoiser(model, device)
+        return denoiser.double() if precision == "fp64" else denoiser.float()
 
     config = read_model_config(model)
     language_section = model.foundation or model
@@ -196,6 +203,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
 def _keep_samples_apart(built: PreTrainedModel, attention: str, key: str) -> None:
     """Prevent attention and recurrent layers of `built` from mixing the samples of a pack."""
     use_inner_forward(built)
+    use_score_head(built)
     keep_states_apart(language_model(built), key)
     _set_attention(language_model(built), attention)
 

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForTextToWaveform,
     PretrainedConfig,
     PreTrainedModel,
@@ -44,6 +45,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
 from omnizoo.config.versions import check_signatures
+from omnizoo.models.diffusion.recipe import denoiser_recipe, parts_in_fp32
 from omnizoo.models.untrusted_folders import open_weights
 
 PACKED = "packed"  # name of our attention in transformers' attention interface
@@ -51,6 +53,7 @@ PACKED = "packed"  # name of our attention in transformers' attention interface
 # one call. Otherwise, they make one call per item and read its length from the device. Language models do not use this
 # name, because some of them would pad the values.
 PACKED_TOWER = "packed_flash"
+SEQUENCE_CLASSIFICATION = "ForSequenceClassification"  # end of the names of classes with a score head
 
 
 @cache
@@ -86,6 +89,8 @@ def count_owners(model: nn.Module) -> Counter[int]:
 
 def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters, keyed by name, that the model's authors keep in fp32 in a bf16 run."""
+    if denoiser_recipe(model) is not None:
+        return parts_in_fp32(model)
     fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return {name: p for name, p in model.named_parameters() if any(fragment in name for fragment in fragments)}
 
@@ -103,12 +108,25 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     return any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
 
 
-def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """Return transformers' auto class of text-generating models for this config, or None.
+def has_score_head(config: PretrainedConfig) -> bool:
+    """Whether a config describes a sequence classification model."""
+    return any(str(name).endswith(SEQUENCE_CLASSIFICATION) for name in config.architectures or ())
 
-    For a config with sub-configs, prefer the multimodal auto class: the causal one may build only the language model
+
+def classification_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class of sequence classification models for this config, or None."""
+    return AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+
+
+def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """Return transformers' auto class for this config, or None.
+
+    It builds a sequence classification model if the config describes one, otherwise a model that generates text. For a
+    config with sub-configs, prefer the multimodal auto class: the causal one may build only the language model
     and ignore the other weights.
     """
+    if has_score_head(config):
+        return AutoModelForSequenceClassification if classification_class(config) is not None else None
     remote = getattr(config, "auto_map", None) or {}
     builders = (AutoModelForCausalLM, AutoModelForMultimodalLM)
     for builder in builders[::-1] if config.sub_configs else builders:
@@ -144,7 +162,7 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 def text_embedding(model: PreTrainedModel) -> nn.Module:
     """Return the embedding of the tokenizer's ids.
 
-    The input embedding of some models belongs to another vocabulary. For those, return the child table with
+    The input embedding of some models belongs to another vocabulary. For such models, return the child table with
     `text_vocab_size` rows.
     """
     embedding = model.get_input_embeddings()
@@ -220,7 +238,7 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return tied weights whose names in published files differ from those in `named_parameters`.
+    """Return tied weights that have different names in published files and in `named_parameters`.
 
     Returns:
         The names in published files, keyed by the name in `named_parameters`.
@@ -323,6 +341,38 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
     )
 
 
+def load_unconverted(model: nn.Module, files: list[Path], device: torch.device) -> Loaded:
+    """Fill `model` (on meta, sharded or not) from safetensors that have its names and shapes.
+
+    Each rank reads only its local shards.
+    """
+    persistent = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    targets: dict[str, Any] = dict(model.named_parameters()) | persistent
+    unexpected: set[str] = set()
+    mismatched: dict[str, str] = {}
+    with open_weights(files) as weights:
+        for name, weight in weights.items():
+            if name not in targets:
+                unexpected.add(name)
+                continue
+            target = targets.pop(name)
+            shape = tuple(weight.get_shape())
+            if shape != tuple(target.shape):
+                mismatched[name] = f"{shape} in the files, {tuple(target.shape)} in the model"
+                continue
+            if hasattr(target, "placements"):
+                shard = DtensorShardOperation(target).shard_tensor(weight, device=device, dtype=target.dtype)
+                assert shard is not None, name
+                loaded = _dtensor_from_local_like(shard.clone(), target)
+            else:
+                loaded = weight[...].to(device, target.dtype, copy=True)
+            is_parameter = isinstance(target, nn.Parameter)
+            _replace(model, name, nn.Parameter(loaded, target.requires_grad) if is_parameter else loaded)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = {name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)}
+    return Loaded(missing=set(targets), unexpected=unexpected, mismatched=mismatched)
+
+
 def _replace_by_full(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
     """Replace sharded parameters with full parameters on meta if they cannot be converted shard by shard.
 
@@ -375,8 +425,8 @@ def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
         _replace(model, name, filled)
 
 
-def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter `name` of `model`."""
+def _replace(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
+    """Replace the parameter or buffer `name` of `model`."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, parameter)
 

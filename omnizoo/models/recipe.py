@@ -22,6 +22,7 @@ from omnizoo.modalities.base import Modality
 from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
 from omnizoo.modalities.item import Ids, MediaItem
 from omnizoo.models.check_config_fields import EXPERTS, VISITED, read_field
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.hf_private import block_class_names, expert_modules
 from omnizoo.models.media.features import Features
 from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
@@ -47,8 +48,8 @@ class Recipe:
     attention_width: tuple[str, str] | None = None
     # For recurrent layers: names of the config fields for the number of heads, and rows and columns of the state.
     state_size: tuple[str, str, str] | None = None
-    # Whether the family has experts that expert parallelism can distribute. None: it has them if the default config has
-    # experts. True: some models have them, although the default config has none. False: the experts of the family do
+    # Whether the family has experts that expert parallelism can distribute. None: only if the default config has
+    # experts. True: some models have experts, although the default config has none. False: the experts of the family do
     # not use transformers' experts interface.
     has_experts: bool | None = None
     # Multimodal families: (model, tokenizer folder, options) -> modalities, keyed by name. The model is on meta.
@@ -142,7 +143,7 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     If some of these modules are in module lists, modules elsewhere (an embedding, a complete encoder) are not returned,
     even if the model's authors declare them as blocks.
     """
-    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
+    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # `forward` does not run these modules
     modules = dict(model.named_modules())
     candidates: list[str] = []
     in_lists: list[str] = []
@@ -160,6 +161,9 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
 
 def _block_classes(model: nn.Module) -> set[str]:
     """Return the class names of the blocks, from the recipes of the model's families and from its code."""
+    denoiser = denoiser_recipe(model)
+    if denoiser is not None:
+        return set(denoiser.blocks)
     classes = set(recipe_for(model).blocks)
     if classes:
         return classes
@@ -190,6 +194,10 @@ def read_facts(model: nn.Module) -> ModelFacts:
         heads = read_field(config, "num_attention_heads") or 0
         kv_heads = read_field(config, "num_key_value_heads") or 0
         declared_experts, _ = count_experts(config)
+    denoiser = denoiser_recipe(model)
+    if denoiser is not None:
+        diffusers_config: Any = model.config
+        heads = diffusers_config[denoiser.heads]
     experts = expert_modules(model)
     return ModelFacts(
         blocks=tuple(blocks),

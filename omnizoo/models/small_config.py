@@ -73,7 +73,7 @@ TEXT = {
 }
 DEPTHS = ("num_hidden_layers", "num_layers", "num_layers_per_stack", "encoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "word_embed_proj_dim", "embedding_size", "d_model")
-OUTPUT_WIDTHS = ("out_hidden_size", "output_dim")  # of encoders, if it differs from the width of their layers
+OUTPUT_WIDTHS = ("out_hidden_size", "output_dim")  # output widths of encoders, if they differ from the widths of layers
 # Upper bounds of widths, depths and heads in encoder configs.
 TOWER = {
     "hidden_size": 64,

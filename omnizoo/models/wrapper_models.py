@@ -13,7 +13,7 @@ def use_inner_forward(model: nn.Module) -> None:
     text = model.config.get_text_config()
     children = (child for child in model.children() if isinstance(child, PreTrainedModel))
     inner: Any = next(child for child in children if child.config.get_text_config() is text)
-    # Bound methods are used, because in a deep copy of the model, they refer to the copy.
+    # Use bound methods: in a deep copy of the model, these methods refer to the copy.
     model.forward = inner.__call__
     model.get_input_embeddings = inner.get_input_embeddings  # type: ignore[method-assign]
     model.get_output_embeddings = inner.get_output_embeddings  # type: ignore[method-assign]

@@ -86,7 +86,7 @@ def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Ten
 
 
 def free_gathered_buffer(unit: Any) -> None:
-    """Make an FSDP2 unit free its all-gather buffer as soon as its weights are copied out of it.
+    """Make an FSDP2 unit free its all-gather buffer as soon as the weights are copied out of the buffer.
 
     By default, FSDP2 keeps the buffer until the next unit has been gathered, because copies and gathers on different
     streams overlap. This is not needed on CPUs, which have no streams.
@@ -118,7 +118,7 @@ def _take_shard(
         original(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
-        vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
+        vars(parameter).pop("_unsharded_param", None)  # the attribute refers to a copy, or to the weights before a move
 
 
 def _is_shard(parameter: Any) -> bool:
@@ -377,7 +377,7 @@ def flash_cuda_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `q`, `k` and `v` for `flash_cuda`."""
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state for dropout; the probability is 0
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_out,
         q,

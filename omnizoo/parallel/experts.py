@@ -214,7 +214,7 @@ def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
     ranks = layout.ep_shard
     last = len(shape) - 1
     if layout.ep == 1 and (shape[0] % ranks == 0 or shape[last] % ranks):
-        return 0  # if a dim is not divisible, FSDP2 can pad it only if it is dim 0
+        return 0  # FSDP2 can pad only dim 0, so a dim that is not divisible must be dim 0
     if shape[last] % ranks:
         raise UserError(
             f"parallel.ep: {layout.ep} shards each expert over {ranks} ranks, but {ranks} does not divide the last dim "

@@ -15,8 +15,8 @@ from omnizoo.ops.device import BACKENDS
 from omnizoo.ops.torch_private import can_split
 from omnizoo.parallel.process import Process
 
-# Axes whose collectives run inside blocks, on tokens. They never use a group of FSDP: they would wait for the
-# all-gather that prefetches the weights of the next block.
+# Axes whose collectives run inside blocks, on tokens. They never share a group with FSDP, because they would wait for
+# the all-gather that prefetches the weights of the next block.
 AXES_INSIDE_BLOCKS = ("ulysses", "ring", "sp", "ep")
 
 AxisSizes = Mapping[str, int]  # name of an axis -> its size; the outermost axis is first

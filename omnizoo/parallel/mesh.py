@@ -178,8 +178,8 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         device=process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
-        # NCCL connects a group at its first operation, which all its ranks must join. The ring cannot be this
-        # operation, because it skips empty messages.
+        # NCCL connects a group at its first operation. All ranks of the group must join this operation. The ring cannot
+        # be this operation, because it skips empty messages.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
 

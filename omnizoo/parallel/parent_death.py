@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-PR_SET_PDEATHSIG = 1  # option of prctl: the signal that this process receives when the thread that started it ends
+PR_SET_PDEATHSIG = 1  # option of prctl: signal for this process when the thread that started it ends
 SERVER_PARENT = "OMNIZOO_SERVER_PARENT"  # process id of the parent of a fork server
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun
 IS_LINUX = sys.platform.startswith("linux")

@@ -15,7 +15,7 @@ NUM_PORTS = 10_000
 
 
 def place_in_world() -> tuple[int, int, int] | None:
-    """Return (rank, world size, local rank) as set by our launcher, torchrun or Slurm, or None if they are not set."""
+    """Return (rank, world size, local rank) as set by our launcher, torchrun or Slurm; otherwise None."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = _number("RANK")
@@ -35,7 +35,7 @@ def place_in_world() -> tuple[int, int, int] | None:
 
 
 def ranks_on_node() -> int:
-    """Return the number of ranks on this node, as set by our launcher, torchrun or Slurm, or 1 if it is not set.
+    """Return the number of ranks on this node, as set by our launcher, torchrun or Slurm. Default: 1.
 
     `srun` describes the tasks of all nodes in one variable: `8(x2),4` are two nodes with 8 tasks, then one with 4.
     """

@@ -90,7 +90,7 @@ class _Waiting:
         if seconds >= self.next_message:
             self.next_message *= 2
             ranks = missing()
-            # Of the ranks that can see which ones are missing, the lowest reports it.
+            # Several ranks may know which ranks are missing. The lowest of them reports the missing ranks.
             is_reporter = all(rank in ranks for rank in range(self.rank))
             if ranks and is_reporter:
                 limit = f"{seconds:.0f} s of at most {self.timeout:g} s"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.models.component_settings import ComponentSettings
+from omnizoo.models.diffusion.denoiser import split_denoiser
 from omnizoo.models.hf_private import PACKED, attention_name, expert_modules, language_model
 from omnizoo.models.interfaces.experts import use_dispatched
 from omnizoo.models.media.hf_model import media_model
@@ -59,6 +60,8 @@ def parallelize_model(
     check_memory(model, mesh, config)
     media = media_model(model)
     origins = weight_origins(model, media, config.model)
+    if mesh.layout.sp > 1:
+        split_denoiser(model)
     recomputation = Recomputation()
     dispatch_experts(model, facts, media, mesh, recomputation)
 

@@ -69,7 +69,7 @@ def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Paramete
     plain = weight.module.get_parameter(weight.name)
     delattr(weight.module, weight.name)
     values: Iterable[torch.Tensor] = codes_and_scales
-    if not plain.is_meta:  # otherwise the files lack it, and it is initialized later
+    if not plain.is_meta:  # otherwise the files lack this weight, and it is initialized later
         packed = weight.packing.pack(local_shard(plain))
         values = [with_local(old, local) for old, local in zip(codes_and_scales, packed, strict=True)]
     for name, value in zip(packed_names(weight.name), values, strict=True):

@@ -52,7 +52,7 @@ from omnizoo.training.setup import TrainingSetup, build_bundle, resolve_precisio
 from omnizoo.training.step import train_step
 
 NUM_READ_PACKS = 16  # number of packs that are read to find the costliest ones
-MAX_MICRO_BATCHES = 3  # maximum number of micro-batches to run: the first, the last, and one that represents the others
+MAX_MICRO_BATCHES = 3  # number of micro-batches to run at most: the first, the last, and one in place of all others
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _TORCH_TENSOR = torch.tensor
 
 
 class Stream(torch.cpu.Stream):
-    """The only stream of the simulated device. Work on it is always complete."""
+    """The only stream of the simulated device. Its work is always complete."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # the method of torch.cpu returns None
         return torch.cpu.Event()
@@ -134,8 +134,8 @@ class FakeDevice(FakeTensorMode):
         """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
-            # FSDP calls this function after it has gathered the weights of a frozen component for a backward pass that
-            # does not take place.
+            # FSDP calls this function after it has gathered the weights of a frozen component, although the component
+            # has no backward pass.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
             # A function mode would also work, but torch would call it for every attribute of every tensor. This would
             # take half of the time of a plan.

@@ -44,7 +44,7 @@ def passes_on(file: str) -> bool:
 
 
 def calling_line() -> tuple[str, str, str]:
-    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any package.
+    """Return (innermost line of OmniZoo on the stack, function of that line, innermost line of any package).
 
     Files for which `passes_on` is true are skipped. Without a line of OmniZoo, both lines are the same.
     """

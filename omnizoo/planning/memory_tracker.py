@@ -133,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._modules[-1] if self._modules else self._backward_module
 
     def begin_step(self, traffic: CollectiveCounter | None = None) -> None:
-        """Clear all records except live allocations, because a new step starts. `traffic` counts its collectives."""
+        """Start a new step: clear all records except live allocations. `traffic` counts the collectives of the step."""
         self.traffic, self.work = traffic, OpCounter(self.device)
         self._marks: list[tuple[int, str]] = []
         with _garbage_collection_paused():  # both lists must describe the same moment
@@ -166,7 +166,7 @@ class MemoryTracker(TorchDispatchMode):
         )
 
     def timeline(self) -> Timeline:
-        """Return the memory by part over the step."""
+        """Return the memory of each part during the step."""
         events = list(self._events)  # copied, because garbage collection may free tensors and thereby add events
         changes = np.zeros((len(PARTS), len(events) + 1), np.int64)
         for block, size, _ in self._base:
@@ -225,8 +225,8 @@ class MemoryTracker(TorchDispatchMode):
             self._keep_gradients()
             self._turn(FORWARD)
             self._backward_module = ""
-        # Recomputation ends early with an exception, so `_leave` is not called for its modules. Remove those that do
-        # not contain this module.
+        # Recomputation ends early with an exception, so `_leave` is not called for its modules. Remove the modules on
+        # the stack that do not contain this module.
         while self._modules and not name.startswith(self._modules[-1] and self._modules[-1] + "."):
             self._modules.pop()
         self._modules.append(name)
@@ -246,7 +246,7 @@ class MemoryTracker(TorchDispatchMode):
                 tensor.register_hook(enter_backward)
 
     def _turn(self, phase: str) -> None:
-        """Change the phase and record where it begins."""
+        """Change the phase and record where the new phase begins."""
         if phase != self.phase:
             if phase == UPDATE:
                 self._keep_gradients()

@@ -16,10 +16,10 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 # Parts of the names of attention operators, and of operators that take no time on a device.
 ATTENTION = ("attention", "attn")
 IDLE = ("empty", "set_", "resize_", "record_stream", "lift", "device", "_unsafe_view")
-# Operators that write only as many bytes as they read from their source.
+# Operators that write as many bytes as they read from their source.
 SPARSE_WRITES = ("scatter_", "scatter_add_", "index_add_", "index_put_", "index_copy_")
 OVERWRITING = ("copy_", "fill_", "zero_")  # operators that do not read the tensor that they write to
-GATHERING = ("embedding", "index", "index_select", "gather")  # operators that read only as much as they write
+GATHERING = ("embedding", "index", "index_select", "gather")  # operators that read as many bytes as they write
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def is_idle(func: Any) -> bool:
 def tensors_of(
     func: Any, args: tuple[Any, ...], result: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operator writes, and those that it reads."""
+    """Return the tensors that an operator writes, and the tensors that it reads."""
     written = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
     if not written:  # in-place operators without a result
         written = written_arguments(func, args, kwargs)
@@ -103,7 +103,7 @@ def tensors_of(
 
 
 def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> int:
-    """Return the number of bytes that an operator reads and writes if it is not fused with others."""
+    """Return the number of bytes that an operator reads and writes, assuming no fusion with other operators."""
     written_bytes = sum(size_of(tensor) for tensor in written)
     read_bytes = [size_of(tensor) for tensor in read]
     if name == "all_gather_copy_in":  # this operator of FSDP writes only this rank's part of the buffer

@@ -29,7 +29,7 @@ class CroppedTileEncoder(TileEncoder):
             folder,
             PUBLISHED,
             size={"height": height, "width": width},
-            crop_to_patches=True,  # InternVL's processor always sets this, regardless of its file
+            crop_to_patches=True,  # InternVL's processor always sets this, even if its config file differs
             min_patches=min_tiles,
             max_patches=max_tiles,
         )

@@ -10,7 +10,7 @@ from omnizoo.recipes.shared.qwen_video import QwenVideoEncoder, visual_specs
 RECIPE = Recipe(
     about="Qwen2-VL 2B to 72B",
     blocks=("Qwen2VLDecoderLayer", "Qwen2VLVisionBlock"),
-    # `embed_dim` is the width of the tower; its `hidden_size` is the width of the text model
+    # in the config of the tower, `embed_dim` is the tower's width, and `hidden_size` the text model's width
     small_config={"text_config": SMALL_MROPE, "vision_config": {"embed_dim": 64, "hidden_size": 128}},
     modalities=partial(build_modalities, visual_specs(QwenImageEncoder, QwenVideoEncoder)),
     positions=visual_positions,

@@ -69,7 +69,7 @@ COUNTS = {  # counters and their descriptions; the report shows the last value o
     "beyond_positions": "samples longer than the positions of the model",
 }
 TOP = ("loss", "eval/loss")  # metrics with wide charts at the top of the page
-# Kinds of marks that only the charts of these metrics show. All charts show the other kinds.
+# Kinds of marks that only the charts of some metrics show: kind -> metrics. All charts show the other kinds.
 MARKED_METRICS = {"skipped": ("loss", "grad_norm"), "waited": ("loss", "tokens_per_sec", "data_wait")}
 NOT_PLOTTED = (*COUNTS, "bad_steps", "tokens_seen")
 

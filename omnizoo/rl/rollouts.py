@@ -95,7 +95,7 @@ class RolloutReader:
     def to_train(self, rollouts: Sequence[Rollout], required: Collection[str]) -> list[Sample]:
         """Return samples for training, with the tokens that the model generated as targets.
 
-        Each sample has a column for every value in `required` and every value that any rollout has.
+        Each sample has a column for each value name in `required`, and for each value name that any rollout has.
 
         Raises:
             UserError: If a rollout lacks one of these values.
@@ -139,7 +139,7 @@ class RolloutReader:
             )
         if not rollouts:
             raise UserError("rollouts: the list is empty. Pass at least one omnizoo.Rollout.")
-        prompts: dict[int, RenderedRow] = {}  # by `id` of the prompt object
+        prompts: dict[int, RenderedRow] = {}  # keyed by `id` of the prompt object
         for number, rollout in enumerate(rollouts):
             key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):

@@ -44,7 +44,7 @@ from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, Bidire
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 LENGTHS = (19, 23, 13)  # number of tokens of each sample in the pack; larger than the attention windows of a small copy
-BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
+BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models with bidirectional tokens
 VOCABULARY = 256
 LARGEST = 50_000_000  # maximum number of weights in a small copy, to limit time and host memory
 # Relative tolerance between the logits of a sample alone and in a pack. Matmuls of different shapes round differently.
@@ -93,7 +93,7 @@ def _probe(spec: ModelSection) -> ProbeResult:
             is_random = run.is_random()
         except (UnbuildableError, *BUILDING_ERRORS) as error:
             if is_user_module:
-                raise  # user code: its traceback is more helpful than a message
+                raise  # the traceback of user code is more helpful than a message
             failure = failure or error
             continue
         model.train(not is_random)

@@ -74,7 +74,7 @@ def _timeout_error(processes: list[Any], running: list[int], timeout: float, fol
     stacks = []
     for rank in running:
         os.kill(processes[rank].pid, signal.SIGUSR1)
-        processes[rank].join(1)  # the signal does not end the rank, so this waits a second while it writes its stack
+        processes[rank].join(1)  # the signal does not end the rank; wait a second while the rank writes its stack
         stacks.append(f"stack of rank {rank}:\n{_stack_file(folder, rank).read_text()}")
     for process in processes:
         process.kill()

@@ -17,7 +17,7 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.training.causality_probe import probe
 
 PACK_TOKENS = 96  # maximum pack length
-TILE_TOKENS = 7  # maximum `parallel.tile_tokens`, so that each rank splits its tokens of a short pack into tiles
+TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
 SAMPLES_PER_RANK = 3  # with `train.samples_per_step`
 
@@ -51,6 +51,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
     if config.train.samples_per_step is not None:
         train["samples_per_step"] = SAMPLES_PER_RANK * world
+        del data["look_ahead"]
     if config.train.batch_warmup is not None:  # the sizes of the three steps are 1/2, 3/4 and 1
         train["batch_warmup"] = BatchWarmup(steps=2, start=0.5)
     small = _with_adapter(shrink_model(config.model, probed.shrinking), config.model)

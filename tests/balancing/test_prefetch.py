@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Running, run_on_ranks
+from processes import Forked, Running, run_on_ranks
 from tiny import write_config
 
 from omnizoo.balancing.balancer import Balancer
@@ -115,7 +115,8 @@ def test_rank_can_end_while_its_prefetch_thread_waits(tmp_path: Path) -> None:
     code = f"import sys, pathlib; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_prefetch as test; "
     code += f"test.leave_while_the_thread_waits(pathlib.Path({str(path)!r}))"
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, second = (Running([sys.executable, "-c", code], world | {"RANK": rank}) for rank in ("0", "1"))
+    first = Running([sys.executable, "-c", code], world | {"RANK": "0"})  # Python itself has to end, so it starts cold
+    second = Forked([sys.executable, "-c", code], world | {"RANK": "1"})
     result = first.wait(400)
     assert second.process.is_running()  # asleep: it was not what ended the first one
     second.kill()

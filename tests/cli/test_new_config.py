@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from model_folders import DATA, MEDIA, ROOT, TEXT, model_folder
+from processes import Forked
 
 import omnizoo
 from omnizoo.cli.main import main
@@ -154,6 +155,6 @@ def test_new_modality_passes_its_generated_test(tmp_path: Path, capsys: pytest.C
     assert "thermal_map.py already exists" in capsys.readouterr().err
     ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--line-length", "120", str(tmp_path)]
     assert subprocess.run(ruff, check=False).returncode == 0
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(test, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = Forked(test, {}).wait(240)
     assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -198,24 +198,26 @@ def random_mixes(folder: Path, count: int, packs: int, rng: random.Random) -> li
 
 
 @pytest.mark.parametrize(
-    ("axes", "count"),
+    ("world", "axes", "count"),
     [
-        ({"ulysses": 2, "ep": 4}, 4),
-        pytest.param({"ulysses": 2, "ep": 4}, 12, marks=pytest.mark.long),
-        pytest.param({"dp_replicate": 2}, 12, marks=pytest.mark.long),
-        pytest.param({"ring": 4}, 12, marks=pytest.mark.long),
+        (2, {"ep": 2}, 4),
+        pytest.param(4, {"ulysses": 2, "ep": 4}, 12, marks=pytest.mark.long),
+        pytest.param(4, {"dp_replicate": 2}, 12, marks=pytest.mark.long),
+        pytest.param(4, {"ring": 4}, 12, marks=pytest.mark.long),
     ],
     ids=str,
 )
 @pytest.mark.slow
-def test_mix_of_media_neither_deadlocks_nor_changes_losses(axes: dict[str, int], count: int, tmp_path: Path) -> None:
+def test_mix_of_media_neither_deadlocks_nor_changes_losses(
+    world: int, axes: dict[str, int], count: int, tmp_path: Path
+) -> None:
     config = write_omni_config(tmp_path, data={"pack_tokens": 256})
     write_rows(tmp_path / "rows.jsonl", [{"text": "never read"}])
     mixes = random_mixes(tmp_path, count, 4, random.Random(1))
     with process_group() as process:
         train_on_mixes(process, config, {}, mixes)
     expected = torch.tensor(json.loads((tmp_path / "one.json").read_text()))
-    run_in_processes(4, train_on_mixes, config, axes, mixes, timeout=240)
+    run_in_processes(world, train_on_mixes, config, axes, mixes, timeout=240)
     name = "-".join(f"{axis}{size}" for axis, size in axes.items())
     results = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
     assert (results / expected - 1).abs().max() < 1e-5

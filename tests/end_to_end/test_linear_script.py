@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Running, run_on_ranks, train_in_this_world
+from processes import Running, run_on_ranks, run_script_on_ranks, train_in_this_world
 from tiny import read_steps
 
 import omnizoo
@@ -48,9 +48,12 @@ def train(process: Process, args: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    ("nproc", "start"),
+    [(1, "python"), (2, "launcher"), pytest.param(2, "torchrun", marks=pytest.mark.long)],
+)
 def test_script_has_the_losses_of_the_command(
-    nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nproc: int, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     args = ["examples/text_tiny.yaml", *(str(word) for item in SMALL.items() for word in item), "--log.dir"]
@@ -58,13 +61,16 @@ def test_script_has_the_losses_of_the_command(
     assert trained.code == 0, trained.stdout + trained.stderr
 
     args += [str(tmp_path / "linear")]
-    if nproc == 1:
+    if start == "python":
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *args])
         runpy.run_path(str(SCRIPT), run_name="__main__")
         stdout = capsys.readouterr().out
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        linear = Running([sys.executable, *torchrun, str(SCRIPT), *args], {}).wait(400)
+        if start == "torchrun":
+            linear = Running([sys.executable, *torchrun, str(SCRIPT), *args], {}).wait(400)
+        else:
+            linear = run_script_on_ranks([SCRIPT, *args], nproc)
         assert linear.code == 0, linear.stdout + linear.stderr
         stdout = linear.stdout
     printed = re.findall(r"^step (\d+)/3  loss (\S+)  grad norm (\S+)$", stdout, re.M)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Running
+from processes import run_script_on_ranks
 from tiny import write_config
 
 import omnizoo
@@ -69,8 +69,7 @@ def test_two_models_teach_each_other_in_turn(
 def test_two_ranks_match_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_script(monkeypatch)
     one_process = read_lines(capsys.readouterr().out)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = Running([sys.executable, *torchrun, str(SCRIPT), *ARGUMENTS], {}).wait(400)
+    result = run_script_on_ranks([SCRIPT, *ARGUMENTS], 2)
     assert result.code == 0, result.stdout + result.stderr
     two_ranks = read_lines(result.stdout)
     assert [line[:2] for line in two_ranks] == [line[:2] for line in one_process]

@@ -769,7 +769,7 @@ def optimizers() -> Iterator[Case]:
     for name in ("function", "nothing", "number", "missing"):
         yield setting("train.schedule", f"{OWN}:{name}", start=start)
     yield setting("train.schedule", "builtins:print", "gave None")
-    yield setting("train.betas", [0.9, 0.95], "case.yaml", "optimizer", start=lambda: base() | {"optimizer": 3})
+    yield setting("train.betas", [0.9, 0.95], "case.yaml", "optimizer.options.betas")
 
 
 LOSSES_FILE = """

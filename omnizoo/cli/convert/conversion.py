@@ -25,16 +25,16 @@ OURS = tuple(f"{section}." for section in Config.model_fields)
 
 @dataclass
 class Converted:
-    """The result of a conversion."""
+    """A converted config: its keys, comments, and the keys that could not be converted."""
 
     source: Source
-    fields: dict[str, Any] = field(default_factory=dict)  # nested, with `data.sources` as a list
-    comments: dict[str, str] = field(default_factory=dict)  # our dotted key -> comment of its line
-    unconverted: list[tuple[str, Any, str]] = field(default_factory=list)  # their key, its value, the reason
+    fields: dict[str, Any] = field(default_factory=dict)  # nested OmniZoo keys, with `data.sources` as a list
+    comments: dict[str, str] = field(default_factory=dict)  # OmniZoo's dotted key -> comment on the line of the key
+    unconverted: list[tuple[str, Any, str]] = field(default_factory=list)  # key of the other trainer, value, reason
     notices: list[str] = field(default_factory=list)  # lines for the console
 
     def set(self, key: str, value: Any, comment: str) -> None:
-        """Set one of our keys. Indices in the key belong to lists."""
+        """Set an OmniZoo key. Numbers in the key are indices of lists."""
         target: Any = self.fields
         *parents, last = key.split(".")
         for parent, following in zip(parents, [*parents[1:], last], strict=True):
@@ -57,7 +57,7 @@ class Converted:
         self.comments[line] = f"{previous}, {comment}" if previous and comment not in previous else comment
 
     def get(self, key: str) -> Any:
-        """Return the value of one of our keys; None if it is not set."""
+        """Return the value of an OmniZoo key; None if the key is not set."""
         value: Any = self.fields
         for part in key.split("."):
             if isinstance(value, list) and part.isdigit():
@@ -69,7 +69,7 @@ class Converted:
         return value
 
     def remove(self, key: str) -> bool:
-        """Remove one of our keys, and parents that become empty. Returns whether it was set."""
+        """Remove an OmniZoo key, and parents that become empty. Return whether the key was set."""
         parent_key, _, last = key.rpartition(".")
         parent = self.get(parent_key) if parent_key else self.fields
         if isinstance(parent, dict) and last in parent:
@@ -114,7 +114,7 @@ def convert(source: Source) -> Converted:
 
 
 def _record_others(converted: Converted) -> None:
-    """List the keys that no line of the config mentions, because another key decides what becomes of them."""
+    """Report the keys that no line of the config mentions. For each of them, another key takes precedence."""
     comments = " ".join(converted.comments.values())
     mentioned = {key for key, _, _ in converted.unconverted}
     for key, value in _leaves(converted.source.fields):
@@ -150,7 +150,7 @@ def _convert_value(
             converted.leave_out(key, value, f"the value has no counterpart; {rule.hint}")
             return
         if ours is None:
-            is_notice = plain not in rule.values  # "*" stands for values that the user should look at
+            is_notice = plain not in rule.values  # "*" stands for values that the user should check
             reason = rule.hint if is_notice else "this is what OmniZoo does without a key"
             converted.leave_out(key, value, reason, is_notice)
             return
@@ -190,7 +190,7 @@ def _default_loss(fields: Mapping[str, Any]) -> str | None:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as the tables write it."""
+    """Return a value in the notation of the rule tables."""
     return str(value).lower().replace("-", "_") if not isinstance(value, int | float) else str(value).lower()
 
 
@@ -287,7 +287,7 @@ def _set_weights(converted: Converted, key: str, value: Any, sources: list[dict[
 
 
 def _hold_out(converted: Converted, key: str, value: Any, sources: list[dict[str, Any]]) -> None:
-    """Split the sources into training and held-out rows, for a fraction of held-out rows."""
+    """Split the sources into training rows and the requested fraction of held-out rows."""
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         converted.leave_out(key, value, "no rows are held out", is_notice=False)
         return
@@ -359,7 +359,7 @@ def _keep_one_length(converted: Converted) -> None:
 
 
 def _check_evaluation(converted: Converted) -> None:
-    """Remove evaluation keys without held-out data, and make held-out data be used."""
+    """Remove evaluation keys if there is no held-out data. If there is some, enable evaluations."""
     has_data = bool(converted.get("data.eval_sources"))
     every = converted.get("evaluation.every")
     if has_data and not every:
@@ -422,7 +422,7 @@ def _without_notes(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the other config for a comment."""
+    """Format a value of the other trainer's config for a comment."""
     return show_value(value)
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from omnizoo.config.errors import UserError
 from omnizoo.config.foreign.base import Trainer
 from omnizoo.config.foreign.lookup import TRAINERS, detect
-from omnizoo.config.yaml_file import YamlLoader, parse_yaml, read_text
+from omnizoo.config.yaml_file import parse_yaml, read_text
 
 SHELL = (".sh", ".bash", ".txt", ".slurm")
 ASSIGNMENT = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
@@ -25,11 +23,11 @@ class Source:
 
     file: Path
     trainer: Trainer
-    fields: dict[str, Any]  # nested, as in the file
-    lines: dict[str, int]  # line of each dotted key
+    fields: dict[str, Any]  # values by key, nested as in the file
+    lines: dict[str, int]  # line number of each dotted key
 
     def place(self, key: str) -> str:
-        """Return `FILE:LINE` of a key."""
+        """Return the location of a key, `FILE:LINE`."""
         line = self.lines.get(key)
         return f"{self.file}:{line}" if line else str(self.file)
 
@@ -139,6 +137,7 @@ def _set(fields: dict[str, Any], name: str, value: Any) -> None:
 def _scalar(text: str) -> Any:
     """Return the value of an argument: a number, boolean, list or mapping, or the text itself."""
     try:
-        return yaml.load(text, Loader=YamlLoader)
-    except yaml.YAMLError:
+        value, _ = parse_yaml(text, "command line", key="argument")
+    except UserError:
         return text
+    return value

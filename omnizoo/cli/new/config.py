@@ -123,7 +123,7 @@ def check_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes without the keys for reading rows, because `DatasetSettings` already contains these."""
+    """Return the changes without the keys for reading rows. `DatasetSettings` already contains those keys."""
     in_settings = ("data.sources.", "data.eval_sources", "data.ignore", "data.on_bad_row", "data.chat_template")
     return {key: value for key, value in changes.items() if not key.startswith((*in_settings, "train.losses"))}
 
@@ -305,7 +305,7 @@ def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
 
 
 def learning_rate(facts: NewConfigFacts) -> float:
-    """Return a usual learning rate for full fine-tuning of a model of this size."""
+    """Return a typical learning rate for full fine-tuning of a model of this size."""
     if facts.parameters > 3e9:
         return 1e-5
     if facts.parameters > 3e8:
@@ -356,7 +356,7 @@ def data_lines(facts: NewConfigFacts) -> list[str]:
 
 
 def source_comments(facts: NewConfigFacts) -> list[str]:
-    """Return the comments above the training source: the reason for each of its keys, and what the user must choose."""
+    """Return the comments above the training source: the reason for each key, and the choice left to the user."""
     comments = []
     for key, comment in facts.settings.comments.items():
         name = key.rpartition(".")[2]

@@ -94,7 +94,7 @@ class FittedRows:
     """A reader whose rows can be used, and the lengths of the rows that were tried."""
 
     reader: "Reader"
-    lengths: list[int]  # in tokens, sorted
+    lengths: list[int]  # number of tokens of each tried row, sorted
 
 
 def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> FittedRows | None:
@@ -161,7 +161,7 @@ def _reader(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader":
 
 
 def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, int | BadRow]]:
-    """Yield, for each row that is tried, its location and either its length in tokens or an error with fixes."""
+    """Try rows. For each row, yield its location and either its length in tokens or an error with fixes."""
     source = reader.sources[0]
     num_copies = 2 if reader.config.mismatched_answers else 1  # each prompt also gets the response of another row
     renderer = reader.renderer
@@ -218,7 +218,7 @@ def folder_with(name: str, data: Path) -> str | None:
     start = data if data.is_dir() else data.parent
     for root in (start, start.resolve().parent):
         folders = [root]
-        for folder in folders:  # grows while it is searched
+        for folder in folders:  # the list grows during the search
             if (folder / name).is_file():
                 return str(folder) if data.is_absolute() else os.path.relpath(folder)
             if len(folders) < MAX_FOLDERS:

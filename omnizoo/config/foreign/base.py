@@ -11,7 +11,7 @@ from typing import Any, Literal
 NOT_YET = "not supported yet"
 NO_KEY = "no key is needed"
 TWICE_THE_RANK = "(2 x rank)"  # default of `model.adapter.alpha` of some trainers
-KEEP = "(unchanged)"  # in `Rule.values`: the value stays as it is
+KEEP = "(unchanged)"  # in `Rule.values`: the value stays unchanged
 
 Status = Literal["copied", "by hand", "not needed", "unsupported"]
 
@@ -48,12 +48,12 @@ class Rule:
 class Trainer:
     """Another trainer: its name, its rules, and its defaults where they differ from OmniZoo."""
 
-    name: str  # as in `--from`
+    name: str  # value of the option `--from`
     title: str
     rules: Sequence[Rule]
     defaults: Mapping[str, Any]  # OmniZoo key -> default value of the trainer
     preference_defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ with preferences
-    command: str = ""  # regular expression of its command in a shell script
+    command: str = ""  # regular expression for the trainer's command in a shell script
 
     def find(self, key: str) -> Rule | None:
         """Return the rule for a key. Exact names take precedence over patterns."""

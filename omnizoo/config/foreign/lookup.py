@@ -11,7 +11,7 @@ from omnizoo.config.foreign.base import Rule, Trainer
 TRAINERS: dict[str, Trainer] = {
     module.TRAINER.name: module.TRAINER for module in (veomni, llama_factory, ms_swift, trl, axolotl)
 }
-MIN_DETECTED = 3  # keys of another trainer that make a file one of its configs
+MIN_DETECTED = 3  # minimum number of a trainer's keys in a config of this trainer
 UNIQUE = 3  # weight of a key that only one trainer has
 
 
@@ -60,7 +60,7 @@ def _rule_for(key: str) -> Rule | None:
     """Return the rule of any trainer for a dotted key, or for its last part in another section."""
     plain = key.lower().replace("-", "_")
     names = [plain]
-    if plain.count(".") == 1:  # `train.learning_rate`
+    if plain.count(".") == 1:  # such as `train.learning_rate`
         names.append(plain.rpartition(".")[2])
     for name in names:
         rules = rules_by_name().get(name)

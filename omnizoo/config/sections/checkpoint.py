@@ -6,8 +6,8 @@ from pydantic import field_validator
 
 from omnizoo.config.sections.base import ConfigSection, PositiveInt, Steps, Text
 
-# `weights:PATH` is the starting point in run.json of a run with `model.init_from`. Configs of earlier versions have it
-# in `checkpoint.resume`.
+# For a run with `model.init_from`, the starting point in run.json is `weights:PATH`. Configs of earlier versions have
+# this value in `checkpoint.resume`.
 OLD_WEIGHTS_PREFIX = "weights:"
 
 
@@ -58,7 +58,7 @@ class CheckpointSection(ConfigSection):
     @field_validator("resume")
     @classmethod
     def _check_resume(cls, value: str) -> str:
-        """Reject the value `weights:PATH` of earlier versions, and name the key that replaces it."""
+        """Reject the value `weights:PATH` of earlier versions, and name its replacement key."""
         if value.startswith(OLD_WEIGHTS_PREFIX):
             path = value.removeprefix(OLD_WEIGHTS_PREFIX) or "PATH"
             raise ValueError(f"{value} is now model.init_from: {path}, which starts a new run")

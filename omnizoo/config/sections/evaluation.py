@@ -6,8 +6,17 @@ from pydantic import Field, model_validator
 
 from omnizoo.config.plugins import built_in_or_plugin
 from omnizoo.config.sections.base import ConfigSection, MetricName, NamedSettings, PositiveInt, Steps, Text
+from omnizoo.config.sections.built_in_options import check_options
 
-METRICS = ("accuracy", "exact_match")
+# For each built-in metric, the type of each option. All options are required.
+METRICS: dict[str, dict[str, Any]] = {
+    "accuracy": {},
+    "exact_match": {},
+    "clip_score": {"path": Text},
+    "fid": {"path": Text},
+}
+LOWER_IS_BETTER = ("fid",)
+HIGHER_IS_BETTER = ("accuracy", "margin", "f1")  # metrics of losses, such as `eval/loss/dpo/accuracy`
 
 
 class MetricSettings(NamedSettings):
@@ -15,22 +24,29 @@ class MetricSettings(NamedSettings):
 
     kind: Annotated[str, built_in_or_plugin(METRICS, "metric")]
     """`accuracy` is the share of targets whose token the model predicts. `exact_match` is the share of generated
-    responses that equal the expected one. `package.module:function` of a plugin receives an `omnizoo.Answer`
+    responses that equal the expected one. `clip_score` and `fid` measure generated images and clips with a model that
+    the option `path` names. `package.module:function` of a plugin receives an `omnizoo.Answer`
     (docs/how-to/evaluation.md)."""
 
     options: dict[str, Any] = Field({})
-    """Further keyword arguments of the plugin function."""
+    """Options of a built-in metric, or further keyword arguments of a plugin."""
 
     name: MetricName | None = None
     """Name of the metric. It is logged as `eval/NAME`. Default: the kind, or the name of the plugin function."""
 
-    higher_is_better: bool = True
-    """Whether higher values of the metric are better. `checkpoint.best` and `evaluation.early_stop` use it."""
+    higher_is_better: bool | None = None
+    """Whether higher values of the metric are better. `checkpoint.best` and `evaluation.early_stop` use it. Default:
+    true, except for `fid`."""
 
     @property
     def label(self) -> str:
         """Name of the metric in logs, such as `eval/accuracy`."""
         return f"eval/{self.name or self.kind.rpartition(':')[2]}"
+
+    @property
+    def improves_upwards(self) -> bool:
+        """Whether higher values are better."""
+        return self.kind not in LOWER_IS_BETTER if self.higher_is_better is None else self.higher_is_better
 
     @property
     def is_of_answers(self) -> bool:
@@ -39,9 +55,14 @@ class MetricSettings(NamedSettings):
 
     @model_validator(mode="after")
     def _check_options(self) -> "MetricSettings":
-        """Check that a built-in metric has no options."""
-        if self.options and self.kind in METRICS:
-            raise ValueError(f"options: {self.kind} has no options. Remove them.")
+        """Check the options of a built-in metric."""
+        known = METRICS.get(self.kind)
+        if known is None:
+            return self
+        check_options(self.kind, known, self.options, "options")
+        missing = [name for name in known if name not in self.options]
+        if missing:
+            raise ValueError(f"options.{missing[0]}: {self.kind} needs it. Set it, for example to a model folder.")
         return self
 
 
@@ -87,12 +108,12 @@ class EvaluationSection(ConfigSection):
     `train.seed`."""
 
     metrics: list[MetricSettings] = Field([])
-    """Metrics to compute in addition to the losses. Each entry is `accuracy`, `exact_match`, `package.module:function`
-    of a plugin, or a mapping `{kind, options, name, higher_is_better}`."""
+    """Metrics to compute in addition to the losses. Each entry is a built-in metric, `package.module:function` of a
+    plugin, or a mapping `{kind, options, name, higher_is_better}`."""
 
     @model_validator(mode="after")
     def _check_metrics(self) -> "EvaluationSection":
-        """Check that metrics of responses have responses, and that all metrics have different names."""
+        """Check that responses are generated if a metric needs them, and that all metrics have different names."""
         for i, metric in enumerate(self.metrics):
             if metric.is_of_answers and not self.samples:
                 raise ValueError(
@@ -110,4 +131,7 @@ class EvaluationSection(ConfigSection):
 
     def higher_is_better(self, metric: str) -> bool:
         """Whether higher values of the metric with this label are better. Return False for losses."""
-        return any(settings.higher_is_better for settings in self.metrics if settings.label == metric)
+        for settings in self.metrics:
+            if settings.label == metric:
+                return settings.improves_upwards
+        return metric.rpartition("/")[2] in HIGHER_IS_BETTER

@@ -119,10 +119,10 @@ class AdapterSettings(ConfigSection):
     (docs/how-to/adapters.md)."""
 
     exclude: list[Text] = Field([])
-    """Modules that match `targets` but get no adapter matrices. Entries have the form of those in `targets`."""
+    """Modules that match `targets` but get no adapter matrices. Entries have the same form as in `targets`."""
 
     modules_to_save: list[Text] = Field([])
-    """Modules whose weights are trained in full and saved with the adapter. Entries have the form of those in
+    """Modules whose weights are trained in full and saved with the adapter. Entries have the same form as in
     `targets`."""
 
     init: Literal["kaiming", "gaussian", "random"] = "kaiming"
@@ -147,6 +147,16 @@ class AdapterSettings(ConfigSection):
         return self
 
 
+class ScoreHead(ConfigSection):
+    """Head of a sequence classification model, which scores the last token of each sample."""
+
+    labels: Annotated[list[Text], Field(min_length=1)]
+    """Names of the scores, in the order of the rows of the head."""
+
+    problem: Literal["reward", "single", "multi"]
+    """Meaning of the scores: one reward, logits of which one is true, or independent logits."""
+
+
 class ModelSection(ConfigSection):
     """Keys of `model`."""
 
@@ -155,12 +165,13 @@ class ModelSection(ConfigSection):
     )
 
     path: Text | None = None
-    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, or `ORG/NAME` or
-    `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
+    """Pretrained model: a Hugging Face model folder with config, safetensors weights and tokenizer, a pipeline folder
+    of diffusers, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face Hub (docs/how-to/hub.md)."""
 
     config: Text | dict[str, Any] | None = None
     """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
-    on the hub, or a mapping with `model_type`. With `model.module`, a mapping of its arguments."""
+    on the hub, a mapping with `model_type`, or, for a diffusion transformer, a mapping with `_class_name`. With
+    `model.module`, a mapping of its arguments."""
 
     init_from: Text | None = None
     """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If
@@ -186,8 +197,8 @@ class ModelSection(ConfigSection):
     multimodal Hugging Face model, the entries change the settings of its own encoders and decoders."""
 
     part: Text | None = None
-    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels. Default: the whole
-    model."""
+    """Submodel to train, as its key in config.json, for Hugging Face models with several submodels, or the transformer
+    to train (`transformer` or `transformer_2`) of a pipeline with two. Default: the whole model."""
 
     freeze: list[Text] = Field([])
     """Modules and parameters that are not trained: names or ends of names (`embed_tokens`), or glob patterns for full
@@ -222,6 +233,10 @@ class ModelSection(ConfigSection):
     """Glob patterns for weights in `model.path` that the model does not have. They are ignored. By default, such a
     weight is an error."""
 
+    score_head: ScoreHead | None = None
+    """Head that replaces the language model head. It is set automatically by the losses `reward` and `classification`
+    (docs/how-to/classification.md)."""
+
     adapter: AdapterSettings | None = None
     """LoRA adapter to train instead of the model's weights (docs/how-to/adapters.md). By default, all weights are
     trained."""
@@ -251,8 +266,11 @@ class ModelSection(ConfigSection):
                     f"model.module: {self.module!r}; expected the form `package.module:callable`, with its arguments "
                     "as a mapping in model.config."
                 )
-        elif isinstance(self.config, dict) and "model_type" not in self.config:
-            raise ValueError("model.config: no `model_type`. Add one, such as `model_type: qwen3`.")
+        elif isinstance(self.config, dict) and not {"model_type", "_class_name"} & self.config.keys():
+            raise ValueError(
+                "model.config: no `model_type`. Add one, such as `model_type: qwen3`, or `_class_name` for a diffusion "
+                "transformer."
+            )
         return self
 
     def _check_composed(self, foundation: SubmoduleSettings) -> None:

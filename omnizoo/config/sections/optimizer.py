@@ -96,7 +96,7 @@ class OptimizerSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _unset_null_options(cls, value: Any) -> Any:
-        """Remove options that are null, from the section and from its groups, if the optimizer is built in."""
+        """Remove null options from the section and from its groups, if the optimizer is built in."""
         if not isinstance(value, dict):
             return value
         value = without_nulls(value, OPTIMIZERS, cls.model_fields["kind"].default)

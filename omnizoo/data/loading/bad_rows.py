@@ -37,7 +37,7 @@ class BadRowGroup:
 
     @property
     def title(self) -> str:
-        """A title that states the number of rows. The message of the first row should follow it."""
+        """A title that states the number of rows. The message of the first row should follow the title."""
         return "bad row" if self.count == 1 else f"{self.count:,} bad rows, the first"
 
 

@@ -43,7 +43,7 @@ class TokenText:
 
     text: str
     tokens: int  # number of tokens
-    has_loss: bool  # whether they are targets of cross entropy or, for placeholder tokens, of a decoder's loss
+    has_loss: bool  # whether the tokens are targets of cross entropy or, for placeholder tokens, of a decoder's loss
     item: MediaItem | None = None  # the media item that the placeholder tokens belong to
 
 
@@ -92,10 +92,10 @@ class SourceMix:
     rows: int  # number of rows of the source
     rows_read: int  # number of different rows that were read, including bad rows and rows in the packing window
     bad_rows: int
-    reason_without_rows: str  # why the source has no usable rows; empty if it has some
+    reason_without_rows: str  # why the source has no usable rows; empty if there are some
     samples: int  # number of inspected samples
     tokens: int  # number of tokens of these samples
-    formats: dict[str, int]  # for each row format, the number of samples
+    formats: dict[str, int]  # number of samples of each row format
     why: str  # the rule that determined the format of the first row
 
 
@@ -153,7 +153,7 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
     lane = InspectedLane(reader, 0, by_rows=reader.config.train.epochs is not None)
     num_packs = 0
     samples: list[InspectedSample] = []
-    # When the lane has given up all sources, it still packs the samples in its packing window.
+    # When the lane has stopped reading all sources, it still packs the samples in its packing window.
     while len(samples) < min(LOOK, lane.num_usable_rows or LOOK):
         pack = lane.next_pack()
         if pack is None:

@@ -195,7 +195,7 @@ class LaneSteps(IterableDataset[LoadedStep]):
                     yield index, [samples[position] for position in chosen]
 
     def _lane(self, number: int) -> Lane:
-        """Return the lane `number`. It is built when it is first used, because many lanes may never be used."""
+        """Return the lane `number`. A lane is built when it is first used, because many lanes may never be used."""
         if number not in self.lanes:
             epochs = self.reader.config.train.epochs
             self.lanes[number] = Lane(self.reader, number, epochs, by_rows=epochs is not None)

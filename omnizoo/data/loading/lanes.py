@@ -63,7 +63,7 @@ class Lane:
 
     reader: Reader
     lane: int  # number of the lane
-    epochs: float | None = None  # how often the lane reads each of its rows; None if it never ends
+    epochs: float | None = None  # how often the lane reads each of its rows; None for an endless lane
     by_rows: bool = False  # mix sources in proportion to their numbers of rows, even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
@@ -76,8 +76,8 @@ class Lane:
         # Random numbers, so that lanes start at different positions of the mix. Otherwise, all lanes would begin with
         # the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
-        # If a source has fewer rows than there are lanes, it cannot be divided among them. Each lane then reads all of
-        # its rows, but only in every `lanes`-th epoch.
+        # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of the
+        # source, but only in every `lanes`-th epoch.
         self.strides = [1 if len(source) >= self.data.lanes else self.data.lanes for source in self.sources]
         self.cursors = [Cursor(0, 0 if stride == 1 else self.lane, 0) for stride in self.strides]
         self.orders = [self._order(i) for i in range(len(self.sources))]
@@ -146,8 +146,8 @@ class Lane:
         """
         source = self.sources[i]
         rows_without_sample = self.cursors[i].rows_without_sample
-        # The lane reads another part of the source in each epoch. With this limit, it has read all of them at least
-        # once: a single part of a small source may have no usable row.
+        # The lane reads another part of the source in each epoch. At this limit, it has read all parts at least once. A
+        # single part of a small source may have no usable row.
         if rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"{self.data.sources[i].name}: none of the last {rows_without_sample} rows was usable; "
@@ -258,7 +258,7 @@ class Lane:
         self.packer = Packer(self.data.pack_tokens, self.data.look_ahead, self.counters.packs)
         window = [SampleId(*values) for values in state["window"]]
         samples: dict[SampleId, Sample] = {}
-        rows = sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2]))  # in storage order
+        rows = sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2]))  # in the order of storage
         for i, epoch, row in rows:
             try:
                 split = self._read_samples(i, epoch, row)

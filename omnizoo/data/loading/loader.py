@@ -190,7 +190,7 @@ class Loader:
             timeout=WAIT_SECONDS,
             worker_init_fn=worker_setup(),
             multiprocessing_context=self.processes,
-            generator=torch.Generator(),  # DataLoader draws a seed from it, and must not change the default generator
+            generator=torch.Generator(),  # DataLoader draws a seed; the default generator must not change
         )
 
     def counters(self) -> dict[str, int]:
@@ -257,7 +257,7 @@ class Loader:
         self.close()
         self.step = state["step"]
         self.states = states
-        # The saved count is a sum over ranks, so only one rank continues it.
+        # The saved count is a sum over ranks, so only one rank continues from it.
         self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
 
     def _use_equal_shares(self, reader: Reader) -> None:

@@ -145,7 +145,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
         now: The fingerprint of the current data.
 
     Raises:
-        UserError: If they differ in anything that changes the samples or their order.
+        UserError: If a difference changes the samples or their order.
     """
     if OVERLONG_CHATS not in saved:
         log.warning("chats longer than a pack were split before this checkpoint; now: %s", now[OVERLONG_CHATS])
@@ -196,7 +196,7 @@ def _check_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _check_source(key: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a source has not changed. If only its path has changed, this is only a warning."""
+    """Check that a source has not changed. If only its path has changed, only warn."""
     path = now["path"]
     for name in ("weight", "split", *FORMAT_KEYS, "rows", "bytes"):
         if saved.get(name) != now.get(name):

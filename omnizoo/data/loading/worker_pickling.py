@@ -86,9 +86,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=keep_small)
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle `value`, or `NotImplemented` to pickle it as usual."""
+        """Return the reduction of `value` for pickle, or `NotImplemented` to pickle `value` as usual."""
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
-            # A worker could only get its definition by running the user's script again.
+            # A worker could only define this class or function by running the user's script again.
             raise NotPicklable(
                 f"{value.__qualname__} is defined in the main script. Move it to a module that workers can import."
             )

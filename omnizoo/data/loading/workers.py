@@ -52,7 +52,7 @@ def worker_count(setting: int | None) -> int:
     if multiprocessing.current_process().daemon:
         return 0
     cores = len(os.sched_getaffinity(0))
-    # srun usually gives each task cores of its own. Other launchers let all ranks of a node use all of its cores.
+    # srun usually gives each task separate cores. Other launchers let all ranks of a node use all cores of the node.
     has_own_cores = "LOCAL_WORLD_SIZE" not in os.environ and cores < (os.cpu_count() or 1)
     if not has_own_cores:
         cores //= ranks_on_node()
@@ -150,7 +150,7 @@ class _Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802
-        """Start the process."""
+        """Start a worker process without importing the main script."""
         with _without_main():
             return ForkServerProcess._Popen(process)
 

@@ -28,8 +28,9 @@ def split_kto_baseline(packs: Sequence[Pack]) -> tuple[list[Pack], list[Pack]]:
 
 
 def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
-    """Return a pack with only the mismatched responses (`is_baseline`) or without them. An empty one is a dummy
-    pack."""
+    """Return a pack with only the mismatched responses (`is_baseline`) or without them.
+
+    If no response is left, return a dummy pack."""
     if pack.preferences is None:
         return dummy_pack(pack.index) if is_baseline else pack
     is_kept = [(role == "mismatched") == is_baseline for role in pack.preferences.roles]

@@ -16,7 +16,7 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow, Sample, SampleId, Segment, segment_slices
 from omnizoo.data.token_fields import cut_piece, select
 
-# For each method, the field of `Counters` that counts the rows. Dropped rows are counted where they are dropped.
+# For each method, the field of `Counters` that counts the rows. Dropped rows are counted elsewhere.
 COUNTERS = {"split": "split_overlong", "truncate": "truncated_overlong"}
 
 
@@ -234,7 +234,7 @@ def _num_different(rendered: RenderedRow) -> int:
 
 
 def max_response_length(lengths: Sequence[int], limit: int) -> int:
-    """Return the largest length to which responses can be cut so that they have at most `limit` tokens in total."""
+    """Return the largest L such that all responses, cut to L tokens each, have at most `limit` tokens in total."""
     for num_shorter, length in enumerate(sorted(lengths)):
         share = limit // (len(lengths) - num_shorter)
         if length > share:

@@ -60,7 +60,7 @@ def _mark(word: str, number: int, kind: str, call: int = 0) -> str:
 
 
 def _mark_content(content: str, number: int, word: str) -> str:
-    """Replace the texts between think tags and around them with marks. Keep white space and the tags."""
+    """Replace the texts between think tags and around the tags with marks. Keep white space and the tags."""
     pieces = split_thoughts(content)
     marked = []
     for text, is_thought in pieces:
@@ -129,7 +129,7 @@ def find_marks(text: str, word: str) -> list[Mark]:
 
 
 def mark_messages(messages: Sequence[Message], numbers: Sequence[int], word: str) -> list[Message]:
-    """Return copies of the messages, in which those with the given indices are marked (see `mark_message`)."""
+    """Return copies of the messages. Messages at the indices `numbers` are marked (see `mark_message`)."""
     marked = list(messages)
     for number in numbers:
         marked[number] = mark_message(messages[number], number, word)

@@ -89,15 +89,15 @@ def _with_spans(item: MediaItem, positions: Positions, starts: Positions, length
     Args:
         item: The item.
         positions: Indices of its placeholder tokens before they are repeated.
-        starts: For each token before the repetition, its first token afterwards.
-        lengths: For each token before the repetition, its number of tokens afterwards.
+        starts: First token after the repetition, for each token before it.
+        lengths: Number of tokens after the repetition, for each token before it.
     """
     spans = [(int(starts[position]), int(lengths[position])) for position in positions if lengths[position]]
     return replace(item, spans=tuple(spans))
 
 
 def _check_target(item: MediaItem, positions: Positions, weights: npt.NDArray[np.float32]) -> None:
-    """Check that an item can be a target at the position of its placeholder tokens. Raises `BadRow` if it cannot."""
+    """Raise `BadRow` if an item cannot be a target at the position of its placeholder tokens."""
     name = item.media.name
     if positions[0] == 0:
         raise BadRow(

@@ -33,7 +33,7 @@ DROPPED = (
 
 
 class TurnChoice(NamedTuple):
-    """One sample of a conversation: which messages it contains, and on which of them it trains."""
+    """One sample of a conversation: the messages that it contains, and the messages that it trains on."""
 
     stop: int  # the sample contains the first `stop` messages
     trained: frozenset[int]  # indices of the messages that are trained on

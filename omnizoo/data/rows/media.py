@@ -196,7 +196,7 @@ class RowMedia:
         return text
 
     def _check_unknown_tags(self, content: str, what: str) -> None:
-        """Check that a text has no tag of a modality that this model does not have. Raises `BadRow` if it has one.
+        """Raise `BadRow` if a text has a tag of a modality that this model does not have.
 
         A tag with a matching end tag, such as `</image>`, is allowed, because it is markup.
         """
@@ -241,7 +241,7 @@ class RowMedia:
         raise BadRow(f"{what} has the unknown type {kind!r}; known: {known}{suggestion}")
 
     def _pop_value(self, keys: dict[str, Any], kind: str, name: str) -> Any:
-        """Remove the value of an item from its content part, and return it; None if the part has no value.
+        """Remove the value of an item from its content part, and return the value; None if the part has no value.
 
         Args:
             keys: The content part without `type`. It is changed in place.
@@ -445,7 +445,7 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
     """Read the value of a media item in a row.
 
     Args:
-        value: A string, bytes, plain values, a list of those, or an object with a key of `CONTENT_KEYS` or
+        value: A string, bytes, plain values, a list of such values, or an object with a key of `CONTENT_KEYS` or
             `LOCATION_KEYS`. Other keys of such an object are options.
         find: Returns the media files that the row refers to.
 

@@ -478,7 +478,7 @@ def _fits_tokenized(schema_input: SchemaInput) -> str:
 
 
 def _from_tokenized(schema_input: SchemaInput) -> tuple[Row, str]:
-    """Return the row with its empty labels and masks, so that their lengths are checked.
+    """Return the row, including empty labels and masks, so that their lengths are checked.
 
     Raises:
         BadRow: If the row has media.

@@ -251,6 +251,6 @@ def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file with the suffix `.json` contains a JSON array. Otherwise, it has one row per line."""
+    """Whether a file with the suffix `.json` contains a JSON array. Otherwise, the file has one row per line."""
     with open(path, "rb") as file:
         return path.suffix == ".json" and file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")

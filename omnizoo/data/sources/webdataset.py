@@ -58,7 +58,7 @@ class WebDatasetFile(RowSource):
     def read(self, row: int) -> Row:
         """Read the members of a row. Raises `BadRow` if one of them cannot be used."""
         kinds = self.kinds[row]
-        if self.keys[row] in self.unusable:  # do not skip the member, because the row could have another meaning
+        if self.keys[row] in self.unusable:  # do not skip the member: without it, the row could have another meaning
             raise BadRow(f"the member {self.unusable[self.keys[row]]}")
         value = parse_object(self._read(row, "json")) if "json" in kinds else {}
         if any(value.get(name) is not None for name in CONVERSATION):
@@ -68,7 +68,7 @@ class WebDatasetFile(RowSource):
         return self._text_with_media(row, value)
 
     def _unnamed_members(self, row: int, value: Row) -> Row:
-        """Return a field for each member that the json does not refer to, so that it is reported as unused."""
+        """Return a field for each member that the json does not refer to. These fields are later reported as unused."""
         names = set(strings(value))
         key = self.keys[row].lower()
         prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")

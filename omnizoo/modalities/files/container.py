@@ -69,7 +69,7 @@ def _matroska_sizes(head: bytes) -> tuple[int, int]:
     if head[:4] != b"\x1a\x45\xdf\xa3" or segment <= 0:
         return 0, 0
     size_field = head[segment + 4 : segment + 12]
-    length = 9 - size_field[0].bit_length() if size_field else 9  # bytes of the field, encoded by its leading zeros
+    length = 9 - size_field[0].bit_length() if size_field else 9  # bytes; leading zeros encode the length
     if length > len(size_field):
         return 0, 0
     size = int.from_bytes(size_field[:length]) - (1 << 7 * length)

@@ -149,7 +149,7 @@ def file_names(adapter: AdapterInfo) -> dict[str, str]:
     """Return the names of all trained parameters in PEFT's file, keyed by their names in the model."""
     names = {}
     by_owner: dict[str, list[str]] = {}
-    for name in adapter.experts:  # in module order, the order in which PEFT wraps them
+    for name in adapter.experts:  # in the order of modules, as PEFT wraps them
         owner, _, attribute = name.rpartition(".")
         by_owner.setdefault(owner, []).append(attribute)
     for owner, attributes in by_owner.items():
@@ -217,11 +217,16 @@ def write_folder(
 
     `path` is the folder of the base model, or its name and commit on the hub, and `base` its hash.
     """
-    on_hub = pinned_names(path)
-    settings = adapter.settings
     tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
-    config = lora_config(
+    peft_config(adapter, path).save_pretrained(out)
+
+
+def peft_config(adapter: AdapterInfo, path: str | None) -> Any:
+    """Return the PEFT config of a trained adapter. `path` is the folder of its base model, or its name on the hub."""
+    on_hub = pinned_names(path)
+    settings = adapter.settings
+    return lora_config(
         settings.rank,
         lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         lora_dropout=settings.dropout,
@@ -233,7 +238,13 @@ def write_folder(
         modules_to_save=list(adapter.saved) or None,
         base_model_name_or_path=on_hub[0].address if on_hub else path,
         revision=on_hub[0].commit if on_hub else None,
-        task_type="CAUSAL_LM" if adapter.generates else None,
+        task_type=_task_type(adapter),
         inference_mode=True,
     )
-    config.save_pretrained(out)
+
+
+def _task_type(adapter: AdapterInfo) -> str | None:
+    """Return PEFT's name of the task of a model with an adapter; None if PEFT has none."""
+    if adapter.classifies:
+        return "SEQ_CLS"
+    return "CAUSAL_LM" if adapter.generates else None

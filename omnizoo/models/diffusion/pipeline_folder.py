@@ -19,7 +19,7 @@ from omnizoo.models.untrusted_folders import check_numbers, check_settings, read
 INDEX = "model_index.json"
 DENOISERS = ("transformer", "transformer_2")
 CONFIG_FILES = ("scheduler_config.json", "config.json", "preprocessor_config.json", "tokenizer_config.json")
-WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # of diffusers, of transformers
+DIFFUSERS_STEM = "diffusion_pytorch_model"  # name of safetensors files of diffusers, without suffix
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Component:
 
     def weight_files(self) -> list[Path]:
         """Return the safetensors files of the component, after checking their headers."""
-        stem = WEIGHT_STEMS[1] if self.library == "transformers" else WEIGHT_STEMS[0]
+        stem = "model" if self.library == "transformers" else DIFFUSERS_STEM
         return weight_files(self.folder, self.key, stem)
 
 

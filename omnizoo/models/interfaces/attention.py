@@ -119,7 +119,7 @@ for name in (PACKED, PACKED_TOWER):
 
 
 def carry_pack(model: nn.Module) -> None:
-    """Store the pack's keyword arguments on all modules of `model`, for models whose blocks do not pass them on.
+    """Store the pack's keyword arguments on all modules of a model whose blocks do not pass these arguments on.
 
     They are kept until the next forward pass, because recomputation in backward needs them again.
     """

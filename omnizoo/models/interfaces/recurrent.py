@@ -28,7 +28,7 @@ PACK_ARGUMENTS = ("states", "attend", *BOUNDARIES)
 
 
 class PackContext(Protocol):
-    """The tokens of a pack on this rank, and communication with the ranks that have its other tokens."""
+    """The tokens of a pack on this rank, and communication with the ranks that have the other tokens of the pack."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
@@ -175,8 +175,8 @@ REPLACEMENTS: dict[str, Callable[[nn.Module, Rule], Rule]] = {
     "mamba2_split_conv1d_scan_combined": not_fused,
     "mamba2_chunk_scan": state_space,
 }
-# Number of multiplications with the state per token. The delta rule has three, because it reads, writes and reads
-# again. Other rules write and read.
+# Number of multiplications with the state per token. The delta rule has three: it reads, writes and reads again. Other
+# rules have two: they write and read.
 PRODUCTS = {"torch_chunk_gated_delta_rule": 3, "chunk_kimi_delta_attention": 3, "mamba2_chunk_scan": 2}
 # Recurrences that have no replacement yet.
 UNKNOWN = {"mamba_selective_scan"}
@@ -189,7 +189,7 @@ def has_states(model: nn.Module) -> bool:
 
 
 def state_products(model: nn.Module) -> list[int]:
-    """Return, for each recurrent layer, how many multiplications with its state one token needs."""
+    """Return the number of multiplications with the state per token, for each recurrent layer."""
     bound_names = [vars(module).get(BOUND, ()) for module in model.modules()]
     return [PRODUCTS[name] for names in bound_names for name in names if name in PRODUCTS]
 
@@ -207,7 +207,7 @@ def bind_states(model: nn.Module) -> int:
         global_names = {**forward.__globals__, **replacements}
         rebound = FunctionType(code, global_names, code.co_name, forward.__defaults__, forward.__closure__)
         rebound.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = graph_break(MethodType(rebound, module))  # only for this instance
+        module.forward = graph_break(MethodType(rebound, module))  # replaces `forward` of this instance only
         vars(module)[BOUND] = tuple(names)
         num_bound += 1
     return num_bound

@@ -34,7 +34,7 @@ class MediaTransport(Protocol):
         """
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `states [tokens, width]` of all ranks that the follower needs for this rank's items."""
+        """Return the rows that the follower needs for this rank's items, from `states [tokens, width]` on all ranks."""
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         """Receive the likelihood of a decoder's targets."""
@@ -101,7 +101,7 @@ class MediaBatch:
             return follower.loss(rows, [to_compute(inputs, self.device, self.dtype) for inputs in items])
 
         dummy = follower.dummy_input()
-        # Keep `rows` in the graph, because other ranks wait for the backward pass of the collective that returned them.
+        # Keep `rows` in the graph: a collective returned them, and other ranks wait for its backward pass.
         rows = torch.cat([rows, rows.new_zeros(follower.rows(dummy), rows.shape[1])])
         losses = follower.loss(rows, [to_compute(dummy, self.device, self.dtype)])
         return {term: 0 * loss for term, loss in losses.items()}
@@ -122,7 +122,7 @@ def exchange_media(
         encoder = encoders.get(ports[0])
         if encoder is not None:
             features |= media.encode(ports, encoder)
-    features = {port: features[port] for port in encoders}  # in the order of the ports
+    features = {port: features[port] for port in encoders}  # sorted in the order of the ports
 
     targets = {port: media.targets(port, decoder) for port, decoder in decoders.items()}
     return media.transport.exchange(features | targets)

@@ -150,7 +150,7 @@ class OmniModel(MediaModel, PreTrainedModel):
 
 
 def save_model_config(model: PreTrainedModel, out: Path) -> None:
-    """Write the config.json of `model` and the files it refers to. The folder can be moved.
+    """Write the config.json of `model` and the files that it names. The written folder can be moved.
 
     The config gets the dtype of the published weights, regardless of the dtype of the run.
     """

@@ -38,13 +38,13 @@ class MediaFeatures:
 
     @classmethod
     def unpredicted(cls, rows: torch.Tensor, index: torch.Tensor) -> "MediaFeatures":
-        """Return features of placeholder tokens that no token predicts, such as those of a prompt."""
+        """Return features of placeholder tokens that no token predicts, such as features of a prompt."""
         return cls(Features(rows, index), Features(rows[:0], index[:0]))
 
 
 @dataclass(frozen=True)
 class TargetLikelihood:
-    """Log-likelihood of the targets of one decoder, for the tokens of this rank that predict them."""
+    """Log-likelihood of a decoder's targets, for the tokens of this rank that predict these targets."""
 
     log_likelihood: torch.Tensor  # [N], one value for each of N targets
     values: torch.Tensor  # [N], number of values in each target

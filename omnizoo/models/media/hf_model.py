@@ -48,7 +48,7 @@ class HFMediaModel(MediaModel):
 
     @property
     def media_modules(self) -> Sequence[MediaModule]:
-        """The modules of the recipe that this model contains. Some sizes of a family lack some of them."""
+        """The modules of the recipe that this model contains. Some model sizes lack some of the family's modules."""
         return [module for module in self.recipe.media_modules if _has_module(self.model, module)]
 
     @property

@@ -38,7 +38,7 @@ class MediaModule:
         return Port(self.modality, self.role)
 
     def within(self, parent: str) -> "MediaModule":
-        """Return a copy of this record for a larger model that contains this model as its submodule `parent`."""
+        """Return a copy of this record for a larger model, in which this model is the submodule `parent`."""
         projectors = tuple(f"{parent}.{name}" for name in self.projectors)
         return replace(self, module=f"{parent}.{self.module}", projectors=projectors)
 

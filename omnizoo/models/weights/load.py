@@ -16,6 +16,9 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.base import find_module
 from omnizoo.modalities.item import Port
 from omnizoo.models.adapters.lora import attached
+from omnizoo.models.diffusion.denoiser import read_denoiser
+from omnizoo.models.diffusion.pipeline_folder import DIFFUSERS_STEM
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.export_files import keep_export_files, read_published
 from omnizoo.models.hf_private import (
     Loaded,
@@ -23,13 +26,15 @@ from omnizoo.models.hf_private import (
     conversion_mapping,
     drop_prefix,
     load_files,
+    load_unconverted,
     loader_of,
     retie,
 )
+from omnizoo.models.interfaces.score_head import replaced_weights
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import store_recipe
-from omnizoo.models.untrusted_folders import list_names, open_weights, tensor_names, weight_files
+from omnizoo.models.untrusted_folders import list_names, open_weights, read_json, tensor_names, weight_files
 from omnizoo.models.weights.vocabulary import PublishedRows, may_grow, rows_of_files
 from omnizoo.models.wrapper_models import use_inner_forward
 
@@ -42,6 +47,7 @@ class WeightSource:
     path: str
     key: str  # config key of the path, for messages
     mapping: list[Any]  # conversions from published keys to the model's names
+    stem: str = "model"  # name of the safetensors file, without suffix
 
     @property
     def prefix(self) -> str:
@@ -50,11 +56,13 @@ class WeightSource:
 
     def files(self) -> list[Path]:
         """Return the paths of the safetensors files."""
-        return weight_files(Path(self.path), self.key)
+        return weight_files(Path(self.path), self.key, self.stem)
 
 
 def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> list[WeightSource]:
     """Return the sources of the weights of `model`. Must be called before the model is sharded."""
+    if denoiser_recipe(model) is not None:
+        return _denoiser_sources(spec)
     paths = {"": ("model.path", spec.path)}
     names = {id(module): name for name, module in model.named_modules()}
     if spec.foundation is not None:
@@ -80,6 +88,16 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> l
     return sources
 
 
+def _denoiser_sources(spec: ModelSection) -> list[WeightSource]:
+    """Return the source of each transformer of a denoiser."""
+    source = read_denoiser(spec)
+    sources = []
+    for name, folder in source.folders.items():
+        path = name if source.is_pair else ""
+        sources.append(WeightSource(module=path, path=str(folder), key=source.key, mapping=[], stem=DIFFUSERS_STEM))
+    return sources
+
+
 def load_weights(
     model: nn.Module, source: WeightSource, spec: ModelSection, device: torch.device, new: Collection[str]
 ) -> set[str]:
@@ -97,6 +115,10 @@ def load_weights(
     Returns:
         The names of weights that the files lack. Each of them is allowed by `spec.allow_missing` or `new`.
     """
+    if denoiser_recipe(model) is not None:
+        loaded = load_unconverted(model, source.files(), device)
+        _check_loaded(loaded, source, spec, new)
+        return loaded.missing
     assert isinstance(model, PreTrainedModel)
     _check_not_quantized(model.config, f"{source.key}: {source.path}")
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -113,8 +135,13 @@ def _check_loaded(loaded: Loaded, source: WeightSource, spec: ModelSection, new:
     """Raise a `UserError` if the files lack a weight or have an unknown key, unless the config allows it."""
     path = source.path
     key = source.key
-    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
-    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
+    allow_missing, allow_unexpected = spec.allow_missing, spec.allow_unexpected
+    if spec.score_head is not None:
+        new_head, old_head = replaced_weights(read_json(Path(path) / "config.json"))
+        allow_missing = [*allow_missing, *new_head]
+        allow_unexpected = [*allow_unexpected, *old_head]
+    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, allow_missing))
+    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, allow_unexpected))
     mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in new)
     unknown = f" The files also have weights that the model lacks: {list_names(unexpected)}." if unexpected else ""
 
@@ -190,7 +217,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
         )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except Exception as error:  # for inconsistent sizes, constructors and loaders raise exceptions of any type
+    except Exception as error:  # constructors and loaders raise exceptions of any type if sizes are inconsistent
         if is_out_of_memory(error):
             raise
         raise UserError(f"{folder}: cannot build the model that config.json describes: {first_line(error)}") from error

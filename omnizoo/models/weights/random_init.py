@@ -17,7 +17,7 @@ from omnizoo.models.weights.recording import NotSetError, Recording, recording
 
 @torch.no_grad()
 def build_drawn(spec: ModelSection, precision: str) -> nn.Module:
-    """Call `build_model`, and initialize the weights that the family's rules omit, as listed in its recipe.
+    """Call `build_model`, and initialize the weights that the family's rules omit. The recipe lists these weights.
 
     These weights are sampled like the matrices of the family.
     """

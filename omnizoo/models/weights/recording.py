@@ -1,4 +1,4 @@
-"""Record what a constructor does to tensors on meta, and replay it for one tensor at a time.
+"""Record the operations of a constructor on meta tensors, and replay them for one tensor at a time.
 
 A model on meta takes no memory, but the values that its constructor computes are lost. A recording contains every
 operation. The value of any parameter or buffer can be computed later, exactly as the constructor and the model's
@@ -129,7 +129,7 @@ class Recording(TorchDispatchMode):
         return Window(id(storage), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _keep_outside_value(self, tensor: torch.Tensor) -> None:
-        """Copy the content of a storage that was created before the recording, before a call changes it."""
+        """Copy the content of a storage from before the recording, so that later calls can change the storage."""
         storage = tensor.untyped_storage()
         if id(storage) not in self.writers and not tensor.is_meta:
             self.before.setdefault(id(storage), storage.clone())

@@ -271,8 +271,8 @@ def _split_band(block: AttentionBlock) -> list[AttentionBlock]:
     aligned = num_keys - num_queries  # the key that query 0 is aligned with
     for first in range(0, num_queries, rows):
         end = min(num_queries, first + rows)
-        # Queries `first` to `end` attend to keys `low` to `high`. The window is shifted, because it is aligned at the
-        # last query and key.
+        # Queries `first` to `end` attend to keys `low` to `high`. The window is shifted, because windows are aligned at
+        # the last query and key.
         low = max(0, first + aligned - block.left)
         high = min(num_keys, end + aligned + block.right)
         shift = (num_keys - high) - (num_queries - end)

@@ -163,7 +163,7 @@ def _linear_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> S
 
 
 def advance(effect: torch.Tensor, state: torch.Tensor | None, value_width: int) -> torch.Tensor:
-    """Return the state after a run, given its `effect` and the state before it (None for zeros)."""
+    """Return the state after a run, given the run's `effect` and the state before the run (None for zeros)."""
     written = effect[..., :value_width]
     transition = effect[..., value_width:]
     if state is None:

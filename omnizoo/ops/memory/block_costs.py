@@ -15,7 +15,7 @@ import torch
 from omnizoo.ops.device import PLANNED, is_host
 from omnizoo.ops.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
-# FLOPs and bytes per second, roughly those of a current accelerator.
+# FLOPs and bytes per second, roughly as on a current accelerator.
 FLOPS = 5e14
 BYTES = 2e12
 

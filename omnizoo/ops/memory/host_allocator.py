@@ -4,8 +4,8 @@ import ctypes
 import os
 import sys
 
-# Parameters of `mallopt` in glibc's malloc.h. TRIM_THRESHOLD: if more memory than this is free at the top of the heap,
-# it is returned to the system. MMAP_THRESHOLD: allocations of at least this size are mapped separately.
+# Parameters of `mallopt` in glibc's malloc.h. TRIM_THRESHOLD: free memory at the top of the heap is returned to the
+# system if it exceeds this size. MMAP_THRESHOLD: allocations of at least this size are mapped separately.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 NEVER = -1

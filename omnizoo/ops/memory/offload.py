@@ -70,18 +70,18 @@ class HostBuffers:
             return
         with self._side_stream():
             host_tensor.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is complete
+        tensor.record_stream(self._stream)  # prevents reuse of the tensor's memory before the copy is complete
 
     def put_back(self, host_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy `host_tensor` into `tensor` on the compute stream. All later uses of `tensor` run on the same stream."""
         if self._module is not None:
-            # The copy stream fills `host_tensor` in `refill`, and the compute stream has not waited for it since.
+            # The copy stream fills `host_tensor` in `refill`. The compute stream has not waited for this copy yet.
             self._module.current_stream().wait_stream(self._stream)
         tensor.copy_(host_tensor, non_blocking=True)
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Context manager: use the copy stream, after all work launched so far and concurrently with later work."""
+        """Context manager: run copies on the copy stream, after all earlier work and in parallel with later work."""
         if self._stream is None:
             self._stream = self._module.Stream()
         self._stream.wait_stream(self._module.current_stream())
@@ -98,7 +98,7 @@ class OffloadedTensor:
         self._host_tensor = host.copy_to_host(tensor)
 
     def fetch(self) -> None:
-        """Start the copy to the device, unless it has already been started."""
+        """Start the copy to the device, unless it was started before."""
         if self._copy is None:
             self._copy = self._host.copy_to_device(self._host_tensor)
 
@@ -178,7 +178,8 @@ class Offload:
             is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
             if tensor.device != self.host.device or tensor.nbytes < self.min_bytes or is_expanded:
                 return tensor
-            # This is computed for each tensor, because the experts of a block are gathered during its forward pass.
+            # Compute this for each tensor, because the experts of a block are gathered during the forward pass of the
+            # block.
             weight_keys = {storage_key(getattr(p, "_local_tensor", p)) for p in block.parameters()}
             if storage_key(tensor) in weight_keys:
                 return tensor

@@ -59,7 +59,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> to
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of all elements, with enough precision that it does not depend on the sharding.
+    """Return the sum of squares of all elements, precisely enough not to depend on the sharding.
 
     A single fp32 sum over ten million elements varies by 2e-5 if the order of the additions changes. Therefore rows of
     `ROW` elements are summed in the dtype of the tensor, with one kernel per tensor, and the sums of the rows are added

@@ -54,7 +54,7 @@ def offsets_of(tensor: torch.Tensor) -> list[int]:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank. Collective: all ranks must call it."""
     if isinstance(tensor, DTensor):
-        # Collectives need the tensor on the device of the mesh. With CPU offload, it is in host memory.
+        # Collectives need the tensor on the device of the mesh. With CPU offload, the tensor is in host memory.
         on_device = tensor.detach().to(tensor.device_mesh.device_type)
         assert isinstance(on_device, DTensor)
         tensor = on_device.full_tensor()
@@ -87,7 +87,7 @@ def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> to
 def sum_over_shards(
     values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], dims: Sequence[Collection[int] | None]
 ) -> list[torch.Tensor]:
-    """Sum each value over the ranks that its parameter is sharded over. Collective: all ranks must call it.
+    """Sum each value over all ranks with a shard of its parameter. Collective: all ranks must call it.
 
     Values that are summed over the same ranks share one all-reduce.
 

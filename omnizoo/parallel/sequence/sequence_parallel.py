@@ -18,6 +18,7 @@ from omnizoo.ops.attention.blocks import AttentionBlock, Blocks, TokenRun, block
 from omnizoo.ops.attention.packed import Boundaries, Pattern, packed_attention
 from omnizoo.ops.device import to_device
 from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
+from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.sequence.recurrent_states import Recurrence
 from omnizoo.parallel.sequence.ring import Ring, repeat_kv, ring_attention
@@ -91,6 +92,20 @@ class SequenceParallel:
         self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0), lengths)
         self.runs = ring_runs(lengths, layout.ring)
         self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # cache, keyed by (causal, window)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank among the ranks that share the micro-batch."""
+        return self.mesh.sp_rank
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return the rows of all ranks, in the order of the ranks. Gradients of all ranks are summed.
+
+        Collective: all ranks must call it. `counts` contains the number of rows of each rank.
+        """
+        ranks = len(counts)
+        copies = rows.repeat(ranks, *[1] * (rows.dim() - 1))
+        return exchange_rows(copies, [len(rows)] * ranks, counts, self.mesh.group("sp"), "sp")
 
     @property
     def longest(self) -> int:

@@ -83,7 +83,7 @@ class MaskedWindowEncoder(AudioTowerEncoder):
         return {"mels": mels, "frames": torch.arange(frames, dtype=torch.int32)}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split audio into its windows. Windows without placeholder tokens are dropped."""
+        """Split audio into windows. Windows without placeholder tokens are dropped."""
         parts = []
         for mels, frames in zip(inputs["mels"], self.frames_in(inputs), strict=True):
             window = self.windows(mels[None].clone(), frames)

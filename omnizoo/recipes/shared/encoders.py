@@ -91,7 +91,7 @@ class TowerEncoder(UsesModel, SharedTower, Encoder):
         return work, token.flops
 
     def flops(self, patches: int, placeholders: int) -> float:
-        """Return the FLOPs of an item: `patches` that attend to each other become `placeholders` placeholder tokens."""
+        """Return the FLOPs of an item with this number of patches, all of which attend to each other."""
         tower, per_placeholder = self.work
         return tower.flops(patches) + placeholders * per_placeholder
 
@@ -251,7 +251,7 @@ def merge_features(model: PreTrainedModel, inputs: dict[str, Any], features: Map
 
 
 def boundaries(segments: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Return cumulative sequence lengths of items, each given as (length, length of its attention windows).
+    """Return cumulative sequence lengths of items. An item is a pair (length, length of its attention windows).
 
     They are computed on the device, so there is no copy from the host.
     """

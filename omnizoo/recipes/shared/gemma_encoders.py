@@ -386,7 +386,7 @@ def image_patches(
 
 
 def check_soft_tokens(kind: str, max_soft_tokens: int, position_limit: int = SOFT_TOKENS[-1]) -> None:
-    """Raise a `UserError` if the model was not trained with `max_soft_tokens`, or has too few positions for it."""
+    """Raise a `UserError` if the model was not trained with `max_soft_tokens`, or has too few positions."""
     allowed = [str(count) for count in SOFT_TOKENS if count <= position_limit]
     if str(max_soft_tokens) not in allowed:
         key = f"model.modalities.{kind}.encoder.options"

@@ -146,7 +146,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
         lengths = [len(chunks) * -(-self.chunk // 8) for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
-            chunk_lengths=torch.empty(0),  # not used, because the arguments that depend on it are passed
+            chunk_lengths=torch.empty(0),  # not used, because the arguments derived from it are passed instead
             valid_indices=first_rows(lengths, placeholders, device),
             cu_seqlens=boundaries([(count, self.window) for count in placeholders], device),
             max_seqlen=min(self.window, max(placeholders)),

@@ -53,7 +53,7 @@ class Talker(UsesModel, TalkerFollower):
     speakers: Mapping[str, int]  # token id of each speaker
     no_speakers: ClassVar[str] = "It has no speakers."  # advice in the error message if there are no speakers
     end_id: int  # code that follows the last frame
-    depth: int | None = None  # thinker layer whose hidden states are used; if None, those after the final norm
+    depth: int | None = None  # thinker layer whose hidden states are used; if None, hidden states after the final norm
 
     def __init__(self, model: PreTrainedModel, speaker: str | None, codec: str | None, max_frames: int) -> None:
         super().__init__(model)
@@ -321,6 +321,6 @@ def sum_by_item(losses: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def _concatenated_ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the integers from each start up to, but not including, its end, concatenated."""
+    """Concatenate the ranges of integers from each start up to, but not including, the corresponding end."""
     ranges = [torch.arange(start, end, device=device) for start, end in zip(starts, ends, strict=True)]
     return torch.cat(ranges)

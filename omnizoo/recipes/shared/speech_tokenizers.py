@@ -77,7 +77,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
                 "Use equal numbers."
             )
         for module in (*self.codec.modules(), *self.depth.modules()):
-            if isinstance(module, PreTrainedModel):  # not packed, because a sequence is one clip or frame
+            if isinstance(module, PreTrainedModel):  # no packing: a sequence is one clip or frame
                 module.config._attn_implementation = "sdpa"
 
     @property
@@ -154,7 +154,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """Return `[n, codebooks + 1]`: the codes of each frame, and whether the depth decoder is trained on it."""
+        """Return `[n, codebooks + 1]`: the codes of each frame, and whether the depth decoder trains on the frame."""
         targets = []
         for item in items:
             is_refined = item["refined"][:, None]

@@ -62,7 +62,7 @@ class TensorImageProcessor:
         return resize(pixels, height, width, self.settings["resample"])
 
     def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
-        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return these as `[N, 3, edge, edge]`."""
+        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return squares `[N, 3, edge, edge]`."""
         height, width = size
         rows, columns = grid
         padded = pad(self.resize(pixels, height, width), (0, columns * edge - width, 0, rows * edge - height))

@@ -88,7 +88,7 @@ class BestCheckpoint(Logger):
             self._saved = None
 
     def on_step(self, event: StepEvent) -> None:
-        self._candidate = None  # it is still set only if saving its checkpoint failed
+        self._candidate = None  # still set only if the checkpoint of the candidate could not be saved
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
         value = computed_value(event, self._metric, "checkpoint.best", not self._is_computed)

@@ -1,8 +1,9 @@
-"""Metrics on generated responses: the mean score over responses, from `exact_match` or a plugin."""
+"""Metrics on generated responses, built in or plugins: the mean score over responses, or one value for all of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from omnizoo.config.schema import Config
 from omnizoo.config.sections.evaluation import MetricSettings
 
 EXPECTED = "a function of an omnizoo.Answer that returns a number, or None to exclude the response"
+SCORE_ALL = "score_all"  # method of a class whose objects score all responses together
+BUILT_IN = {
+    "exact_match": "omnizoo.training.evaluation.answer_metrics:exact_match",
+    "clip_score": "omnizoo.modalities.metrics.clip_score:ClipScore",
+    "fid": "omnizoo.modalities.metrics.frechet:FrechetDistance",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Answer:
         row: The held-out row.
         where: Name of the row, for messages.
         has_expected_media: Whether the generated media equal the media of the expected response.
+        expected_files: Files of the expected media, for models that generate media from a prompt.
     """
 
     question: str
@@ -37,6 +45,7 @@ class Answer:
     row: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     has_expected_media: bool = True
+    expected_files: Sequence[Path] = ()
 
 
 def exact_match(answer: Answer) -> bool | None:
@@ -56,6 +65,7 @@ class Metric:
     settings: MetricSettings
     key: str  # config key, for messages
     function: Callable[..., Any]
+    scores_all: bool = False  # whether the function receives all responses
 
     def score(self, answer: Answer) -> bool | float | None:
         """Return the score of a response.
@@ -68,17 +78,23 @@ class Metric:
             UserError: If the function fails or does not return a finite number. The message names the metric and the
                 row.
         """
+        return self._call(answer, answer.where, "Fix the metric or the row.")
+
+    def score_all(self, answers: Sequence[Answer]) -> float | None:
+        """Return the value of the metric for all responses together; None if there are too few."""
+        return self._call(answers, f"{len(answers)} responses", "Fix the metric or the rows.")
+
+    def _call(self, argument: Any, where: str, advice: str) -> bool | float | None:
+        """Call the function, and check its value."""
         kind = self.settings.kind
         try:
-            value = self.function(answer, **self.settings.options)
+            value = self.function(argument)
         except (Exception, SystemExit) as error:
-            raise UserError(
-                f"{self.key}: {kind} failed on {answer.where}: {named_line(error)}. Fix the metric or the row."
-            ) from error
+            raise UserError(f"{self.key}: {kind} failed on {where}: {named_line(error)}. {advice}") from error
         if value is None:
             return None
         if not isinstance(value, bool | int | float) or not math.isfinite(value):
-            raise UserError(f"{self.key}: {kind} returned {value!r:.80} for {answer.where}. Expected {EXPECTED}.")
+            raise UserError(f"{self.key}: {kind} returned {value!r:.80} for {where}. Expected {EXPECTED}.")
         return value if isinstance(value, bool) else float(value)
 
 
@@ -90,16 +106,25 @@ def build_metrics(config: Config) -> list[Metric]:
     """
     metrics = []
     for i, settings in enumerate(config.evaluation.metrics):
-        if not settings.is_of_answers:
-            continue
-        key = f"evaluation.metrics.{i}"
-        kind = settings.kind
-        function = exact_match if kind == "exact_match" else resolve(kind, key, EXPECTED)
-        if not callable(function):
-            raise UserError(f"{key}: {kind} is a {type(function).__name__}. Expected {EXPECTED}.")
-        check_call(function, kind, key, [None], settings.options)
-        metrics.append(Metric(settings, key, function))
+        if settings.is_of_answers:
+            metrics.append(_build_metric(settings, f"evaluation.metrics.{i}"))
     return metrics
+
+
+def _build_metric(settings: MetricSettings, key: str) -> Metric:
+    """Return the metric: a function, or an object of a class that is built from the options."""
+    kind, options = settings.kind, settings.options
+    function = resolve(BUILT_IN.get(kind, kind), key, EXPECTED)
+    if isinstance(function, type):
+        check_call(function, kind, key, [], options)
+        built = function(**options)
+        if hasattr(built, SCORE_ALL):
+            return Metric(settings, key, built.score_all, scores_all=True)
+        function, options = built, {}
+    if not callable(function):
+        raise UserError(f"{key}: {kind} is a {type(function).__name__}. Expected {EXPECTED}.")
+    check_call(function, kind, key, [None], options)
+    return Metric(settings, key, partial(function, **options))
 
 
 def measure(
@@ -123,6 +148,9 @@ def measure(
         means[name] = None
         scores: list[float] = []
         try:
+            if metric.scores_all:
+                means[name] = metric.score_all([answer for answer, _ in answers])
+                continue
             for answer, record in answers:
                 score = metric.score(answer)
                 record.setdefault("metrics", {})[name] = score

@@ -1,5 +1,6 @@
 """Frozen conditioners against the plain pipeline of diffusers: text, latents and first frames."""
 
+import pickle
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.models.diffusion.conditioning.first_frame import FirstFrameFeatures, FirstFrameLatents, continues_frame
 from omnizoo.models.diffusion.conditioning.latents import LatentEncoder, Normalization, Posterior, latent_hash
 from omnizoo.models.diffusion.conditioning.text import TextConditioner, text_hash
+from omnizoo.models.diffusion.conditioning.text_sizes import TextSizes
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
 
 CPU = torch.device("cpu")
@@ -62,14 +64,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def make(name: str) -> PipelineFolder:
+        """Return the folder of the pipeline `name`, which is written once."""
         return PipelineFolder.read(make_pipeline(name, tmp_path_factory.mktemp("pipelines") / name))
 
     return make
 
 
-def plain(folder: PipelineFolder) -> Any:
+@cache
+def plain(path: Path) -> Any:
     """Return the pipeline as diffusers loads it."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder.path)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -92,16 +96,18 @@ def clip() -> torch.Tensor:
     return torch.randint(0, 256, (3, 9, 32, 32), generator=generator) / 127.5 - 1
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("prompt", [PROMPT, ""])
+@pytest.mark.parametrize(("name", "prompt"), [*((name, PROMPT) for name in CALLS), ("wan", ""), ("hunyuan_video", "")])
 def test_text_conditions_equal_what_the_pipeline_gives_its_transformer(folder_of: Any, name: str, prompt: str) -> None:
     folder = folder_of(name)
-    arguments = transformer_arguments(plain(folder), prompt=prompt, **CALLS[name])
+    arguments = transformer_arguments(plain(folder.path), prompt=prompt, **CALLS[name])
     expected = {ours: arguments[theirs][0] for theirs, ours in ARGUMENTS.items() if arguments.get(theirs) is not None}
     if "text_mask" in expected:
         expected["text_mask"] = expected["text_mask"].bool()
 
     tensors = TextConditioner(folder, CPU).encode(prompt)
+    sizes = TextSizes(folder)(prompt)
+    mask = expected.get("text_mask", torch.ones(len(expected["text"])))
+    assert sizes == (len(expected["text"]), int(mask.sum()))
     assert set(tensors) == set(expected)
     for name, tensor in tensors.items():
         assert tensor.dtype == expected[name].dtype
@@ -124,7 +130,7 @@ def normalized(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", CALLS)
 def test_latents_equal_those_of_the_plain_autoencoder(folder_of: Any, name: str) -> None:
     folder = folder_of(name)
-    pipeline = plain(folder)
+    pipeline = plain(folder.path)
     encoder = LatentEncoder(folder, CPU)
     pixels = clip() if encoder.has_frames else clip()[:, 0]
 
@@ -140,6 +146,14 @@ def test_latents_equal_those_of_the_plain_autoencoder(folder_of: Any, name: str)
     torch.testing.assert_close(latents, expected[0], rtol=1e-6, atol=1e-6)
     restored = Normalization.from_json(encoder.normalization.to_json()).undo(latents)
     torch.testing.assert_close(restored, posterior.sample(noise), rtol=1e-6, atol=1e-6)
+
+
+def test_maximum_number_of_text_tokens_cuts_prompts(folder_of: Any) -> None:
+    folder = folder_of("wan")
+    cut = TextConditioner(folder, CPU, max_text_tokens=16).encode(PROMPT)["text"]
+    whole = plain(folder.path).encode_prompt(PROMPT, max_sequence_length=16, do_classifier_free_guidance=False)[0]
+    assert torch.equal(cut, whole[0])
+    assert pickle.loads(pickle.dumps(TextSizes(folder, 16)))(PROMPT).tokens == 16
 
 
 def test_image_has_no_frames_in_latents_of_a_video_autoencoder(folder_of: Any) -> None:
@@ -176,7 +190,7 @@ def test_first_frame_conditions_equal_those_of_the_pipeline(folder_of: Any) -> N
     folder = folder_of("wan_i2v")
     pixels = clip()
     frame = pipeline_image(pixels[:, 0])
-    arguments = transformer_arguments(plain(folder), prompt=PROMPT, image=frame, **CLIP)
+    arguments = transformer_arguments(plain(folder.path), prompt=PROMPT, image=frame, **CLIP)
     state = torch.random.get_rng_state()
     encoded = FirstFrameLatents(folder, LatentEncoder(folder, CPU)).encode(pixels)
     features = FirstFrameFeatures(folder, CPU).encode(pixels)

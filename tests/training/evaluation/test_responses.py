@@ -231,7 +231,7 @@ def test_plugin_of_run_folder_needs_allow_code(tmp_path: Path, capsys: pytest.Ca
         ({"samples": 1, "metrics": ["exact_match", "exact_match"]}, "evaluation.metrics.1: eval/exact_match"),
         (
             {"samples": 1, "metrics": [{"kind": "accuracy", "options": {"a": 1}}]},
-            "evaluation.metrics.0: options: accuracy",
+            "evaluation.metrics.0: options.a: unknown option of accuracy",
         ),
     ],
 )

@@ -61,12 +61,11 @@ def load_component(component: Component, device: torch.device, dtype: torch.dtyp
     return model.requires_grad_(False).eval().to(device)
 
 
-def build_pipeline(
+def load_components(
     folder: PipelineFolder, names: Collection[str], device: torch.device, dtype: torch.dtype | None = None
-) -> Any:
-    """Return an object of the pipeline's class that has only the components `names`. The others are None."""
-    loaded = {name: load_component(folder.component(name), device, dtype) for name in names}
-    return assemble_pipeline(folder, loaded)
+) -> dict[str, Any]:
+    """Load the components `names` of a pipeline. See `load_component`."""
+    return {name: load_component(folder.component(name), device, dtype) for name in names}
 
 
 def assemble_pipeline(folder: PipelineFolder, loaded: dict[str, Any]) -> Any:

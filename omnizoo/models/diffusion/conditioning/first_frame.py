@@ -13,9 +13,9 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.files.pixels import to_pil_image
 from omnizoo.models.diffusion.conditioning.components import (
     assemble_pipeline,
-    build_pipeline,
     component_hash,
     frozen_computation,
+    load_components,
 )
 from omnizoo.models.diffusion.conditioning.latents import VAE, LatentEncoder
 from omnizoo.models.diffusion.conditioning.text import Condition, text_components
@@ -94,7 +94,8 @@ class FirstFrameFeatures:
 
     def __init__(self, folder: PipelineFolder, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
-        self.pipeline = build_pipeline(folder, feature_components(folder), device, dtype)
+        loaded = load_components(folder, feature_components(folder), device, dtype)
+        self.pipeline = assemble_pipeline(folder, loaded)
 
     def encode(self, clip: torch.Tensor) -> Condition:
         """Return `reference_features` [tokens, width] for the first frame of a clip `[3, frames, height, width]`."""

@@ -172,6 +172,11 @@ class LatentEncoder:
         return Posterior(_item(distribution.mean, pixels.ndim), _item(distribution.std, pixels.ndim))
 
 
+def read_normalization(folder: PipelineFolder) -> Normalization:
+    """Return how a pipeline normalizes latents, without keeping the weights of the autoencoder."""
+    return Normalization.of(load_component(folder.component(VAE), torch.device("cpu")))
+
+
 def latent_hash(folder: PipelineFolder) -> dict[str, str]:
     """Return the hash of the autoencoder, keyed by component name."""
     return {VAE: component_hash(folder.component(VAE))}

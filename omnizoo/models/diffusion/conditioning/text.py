@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.models.diffusion.conditioning.components import build_pipeline, component_hash, frozen_computation
+from omnizoo.models.diffusion.conditioning.components import (
+    assemble_pipeline,
+    component_hash,
+    frozen_computation,
+    load_components,
+)
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
 
 TEXT_COMPONENTS = ("text_encoder", "tokenizer", "connectors")  # prefixes of component names
@@ -26,6 +31,7 @@ OUTPUTS = {
     "prompt_embeds_mask_2": "text_mask_2",
     "text_ids": None,
 }
+MAX_TOKENS = "max_sequence_length"  # argument of `encode_prompt`
 UNCONDITIONAL = "negative_"  # prefix of variables for classifier-free guidance, which training does not use
 
 Condition = dict[str, torch.Tensor]  # tensors of one sample, without a batch dimension
@@ -38,18 +44,33 @@ class TextConditioner:
         folder: The pipeline.
         device: Device of the text encoders.
         dtype: Precision of the text encoders; None for the precision of their files.
+        max_text_tokens: Maximum number of text tokens (`max_sequence_length`); None for the default of the pipeline.
+        loaded: The components, if they are loaded already.
 
     Example:
         >>> conditioner = TextConditioner(PipelineFolder.read("FLUX.1-dev"), torch.device("cuda"))
         >>> conditioner.encode("a cat")  # {"text": [512, 4096], "pooled": [768]}
     """
 
-    def __init__(self, folder: PipelineFolder, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        folder: PipelineFolder,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        max_text_tokens: int | None = None,
+        loaded: dict[str, Any] | None = None,
+    ) -> None:
         self.device = device
         self.key = folder.key
         self.outputs = _returned_names(folder)
         self.arguments = _default_arguments(folder.pipeline_class)
-        self.pipeline = build_pipeline(folder, text_components(folder), device, dtype)
+        if max_text_tokens is not None:
+            if MAX_TOKENS not in self.arguments:
+                raise UserError(f"data.text_tokens: {folder.class_name} has a fixed number of text tokens. Remove it.")
+            self.arguments[MAX_TOKENS] = max_text_tokens
+        if loaded is None:
+            loaded = load_components(folder, text_components(folder), device, dtype)
+        self.pipeline = assemble_pipeline(folder, loaded)
 
     def encode(self, prompt: str) -> Condition:
         """Return the tensors of one prompt.
