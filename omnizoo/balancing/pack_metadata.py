@@ -42,7 +42,7 @@ PACK = np.dtype(
         ("num_segments", "i8"),
         ("num_counts", "i8"),  # number of data sources of the segments
         ("num_items", "i8"),  # number of media items
-        ("cost", "f8"),  # FLOPs, without those of the media items
+        ("cost", "f8"),  # FLOPs, without media items
     ]
 )
 COUNT = np.dtype(  # counts of the segments of a pack that come from the same source
@@ -216,7 +216,7 @@ def concatenate_ranges(first: Numbers, count: Numbers) -> Numbers:
 
 
 def encode_message(table: PackTable, status: Any) -> bytes:
-    """Encode what a rank sends to all others as bytes.
+    """Encode the message that a rank sends to all other ranks.
 
     Args:
         table: Metadata of the packs that this rank has loaded.

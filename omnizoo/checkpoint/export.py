@@ -25,6 +25,7 @@ from omnizoo.models.adapters.lora import AdapterInfo, merge
 from omnizoo.models.adapters.peft_files import write_folder
 from omnizoo.models.export_files import set_dtype
 from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
+from omnizoo.models.interfaces.score_head import set_padding
 from omnizoo.models.read_config import load_tokenizer, read_generation_config, read_model_config
 from omnizoo.models.untrusted_folders import read_json
 
@@ -101,6 +102,9 @@ def export(
     for tensor in state.values():  # counted before saving, because saving removes entries
         parameters[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
 
+    tokenizer = load_tokenizer(spec)
+    if model is not None:
+        set_padding(model.config, tokenizer)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     if model is not None:
@@ -109,7 +113,7 @@ def export(
     else:
         kind = "PEFT adapter" if adapter else "user module"
         _write_weights(partial, state, adapter)
-    load_tokenizer(spec).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     write_card(partial, source, library="transformers" if model is not None else "peft" if adapter else "omnizoo")
     if out.exists():
         out.rmdir()

@@ -32,7 +32,7 @@ class Manifest:
 
     run: str  # id of the run that wrote it
     step: int
-    files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
+    files: Mapping[str, File]  # keyed by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
         """Return the text of the manifest file. It includes a hash of the other fields."""

@@ -171,7 +171,7 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     Names and shapes are checked first, because a failed load would leave some tensors overwritten.
 
     Raises:
-        UserError: If the names or shapes in the checkpoint differ from those of `tensors`.
+        UserError: If the names or shapes in the checkpoint differ from `tensors`.
     """
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):

@@ -29,7 +29,7 @@ COMMANDS = {
     "convert": "Convert the config of another trainer",
     "new": "Write a first config for a model and data, or the files of a new modality",
     "report": "Write the report page of a run, or compare runs",
-    "recipes": "List the model families that have a recipe, and what is tested for each",
+    "recipes": "List the model families that have a recipe, and the tests of each",
     "completion": "Print a completion script for bash, zsh or fish",
 }
 TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch", "new")  # commands with `--section.key value`

@@ -157,7 +157,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
 
 
 def collective_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return the collectives of the step as JSON objects, those with the most bytes first."""
+    """Return the collectives of the step as JSON objects, sorted by decreasing bytes."""
     by_bytes = sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
     objects = []
     for collective, (count, size) in by_bytes:
@@ -239,7 +239,7 @@ def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple[
 
 
 def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) -> None:
-    """Print the plan as tables."""
+    """Print the figures of a plan as tables, and the verdict."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         default="all",
-        help="layouts to compare: `all`, `few` (up to three that use every axis), or a list such as "
+        help="layouts to compare: `all`, `few` (up to three layouts that together use every axis), or a list such as "
         "dp2.uly2,ring4,rep2.dp2.ep2 (default: all)",
     )
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Plugins: user code that a config names as `package.module:name`, often instead of a built-in name.
 
 Only code that the config names is imported. The form of names is checked when the config is loaded, before torch is
-imported. An error is one line with the config key, the name and what the key expects.
+imported. An error is one line with the config key, the name and the expected kind of object.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,7 +212,7 @@ def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | Non
             parameters = list(signature(function).parameters.values())
         except ValueError:
             return None
-        for parameter in parameters[isinstance(target, type) :]:  # without `self`
+        for parameter in parameters[isinstance(target, type) :]:  # skip `self` of a constructor
             if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
                 keywords.setdefault(parameter.name, parameter)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):

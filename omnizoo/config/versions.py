@@ -18,7 +18,7 @@ Signature = tuple[Callable[..., Any], Sequence[str]]  # a function, and the name
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the tested packages that are installed."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):

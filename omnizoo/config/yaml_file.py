@@ -126,7 +126,7 @@ def _check_file(path: str | Path) -> None:
 def save_config(config: Config, path: str | Path) -> None:
     """Write a config file atomically.
 
-    All keys are written, including those with default values, so that a later change of a default does not affect the
+    All keys are written, even if they have default values, so that a later change of a default does not affect the
     saved config.
 
     Raises:

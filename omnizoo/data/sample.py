@@ -52,7 +52,7 @@ class TokenSequence:
     """
 
     columns: Columns
-    items: tuple[MediaItem, ...] = ()  # in order of occurrence; spans are relative to this sequence
+    items: tuple[MediaItem, ...] = ()  # media items in order of occurrence; spans are relative to this sequence
     responses: tuple[Segment, ...] = ()  # empty without preferences; each includes a copy of the prompt
     row_schema: str = ""  # name of the row format, such as "messages"
 

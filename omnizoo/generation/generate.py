@@ -37,7 +37,7 @@ OnPiece = Callable[[GeneratedPiece], None]
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt to respond to.
+    """A prompt with token ids and prepared media, ready for generation.
 
     Args:
         ids: Token ids of the prompt.

@@ -1,7 +1,7 @@
 """Join the KV caches of several conversations to one cache with padding on the left, and split this cache again.
 
-Only caches of attention layers can be joined. The cache classes are those of transformers. Its `generate` also pads on
-the left, but has no function to join caches, because it processes all prompts of a batch at once.
+Only caches of attention layers can be joined. The cache classes come from transformers. Its `generate` also pads on the
+left, but has no function to join caches, because it processes all prompts of a batch at once.
 """
 
 from collections.abc import Sequence

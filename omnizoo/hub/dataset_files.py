@@ -1,4 +1,4 @@
-"""Choose the files of a dataset by their names: those with rows of a split, and the media that rows may refer to.
+"""Choose files of a dataset by their names: files with rows of a split, and media that rows may refer to.
 
 The rules are the same for local folders, remote addresses and repositories on the hub. A repository may instead
 describe its subsets and splits in the header of its README.

@@ -145,7 +145,7 @@ def _check_connection() -> None:
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise NotReachedError from error
     except httpx2.HTTPError:
-        return  # the download will report what is wrong
+        return  # the download will report the problem
 
 
 def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:
@@ -226,7 +226,7 @@ def _progress(title: str | None, size: int, stopped: threading.Event) -> Iterato
                 progress.advance(task, initial)
 
             def update(self, n: float | None = 1) -> None:
-                """Add `n` bytes."""
+                """Add `n` downloaded bytes to the progress bar."""
                 if stopped.is_set():
                     raise Interrupted
                 progress.advance(task, n or 0)

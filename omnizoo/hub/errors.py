@@ -60,7 +60,7 @@ def user_error(error: BaseException, name: HubName, repo_type: RepoType, key: st
 
 
 def _explain(error: BaseException, name: HubName, repo_type: RepoType) -> str:
-    """Return what is wrong and what to do, without a period at the end."""
+    """Return the problem and the advice, without a period at the end."""
     # The order of the checks matters: a class must be checked before its base classes.
     endpoint = constants.ENDPOINT
     if isinstance(error, HFValidationError):
@@ -99,7 +99,7 @@ def _explain(error: BaseException, name: HubName, repo_type: RepoType) -> str:
 
 
 def _explain_status(error: HfHubHTTPError, name: HubName, repo_type: RepoType) -> str:
-    """Return what is wrong and what to do, for an HTTP status that has no specific error class."""
+    """Return the problem and the advice for an HTTP status without a specific error class."""
     status = error.response.status_code
     endpoint = constants.ENDPOINT
     if status == 401:
@@ -118,7 +118,7 @@ def _page(name: HubName, repo_type: RepoType) -> str:
 
 
 def offline_reason(name: HubName, repo_type: RepoType) -> str:
-    """Return why a repository cannot be used without network access, what the cache contains, and what to do."""
+    """Return why a repository cannot be used without network access, the content of the cache, and the advice."""
     reason = f"not in the cache, and {unreachable_reason()}"
     return f"{reason}. {cache_content(name, repo_type)}. {download_command(name, repo_type)}"
 

@@ -30,7 +30,7 @@ def fetch_from_modelscope(name: HubName, repo_type: RepoType, key: str) -> str:
     function = modelscope.dataset_snapshot_download if repo_type == "dataset" else modelscope.snapshot_download
     try:
         folder = function(name.repo, revision=name.revision or "master", ignore_patterns=UNUSED)
-    except Exception as error:  # modelscope raises its own error classes and those of the package requests
+    except Exception as error:  # modelscope raises its own error classes, and error classes of the package requests
         raise UserError(
             f"{key}: {name}: ModelScope: {first_line(error)}. Check the name and MODELSCOPE_ENDPOINT."
         ) from error

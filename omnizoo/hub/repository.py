@@ -38,7 +38,7 @@ class Repository:
     name: HubName  # name of the repository, with a commit
     repo_type: RepoType
     files: dict[str, HubFile]  # keyed by the path in the repository
-    is_complete: bool = True  # whether `files` contains all files of the commit, and not only those on disk
+    is_complete: bool = True  # whether `files` contains all files of the commit, and not only the files on disk
     is_from_hub: bool = True  # whether the list comes from the hub; it then includes the hashes of the files
 
     @property

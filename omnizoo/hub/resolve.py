@@ -21,7 +21,7 @@ class HubReference:
     key: str
     name: HubName
     repo_type: RepoType
-    use: str  # what is needed from it: `model`, `settings`, `component`, `adapter`, or the split of a dataset
+    use: str  # needed part: `model`, `settings`, `component`, `adapter`, or the split of a dataset
 
 
 def references(config: Config, with_weights: bool = True, with_data: bool = True) -> Iterator[HubReference]:
@@ -126,7 +126,7 @@ def download(config: Config, with_weights: bool = True, with_data: bool = True) 
     """Download the files of all repositories in a config.
 
     Args:
-        config: A config whose names have commits, except those on ModelScope.
+        config: A config. All names, except names on ModelScope, have commits.
         with_weights: Whether the weights of the model are needed in addition to its settings and its tokenizer.
         with_data: Whether to include the data.
 
@@ -148,7 +148,7 @@ def download(config: Config, with_weights: bool = True, with_data: bool = True) 
 
 
 def _download_one(reference: HubReference) -> None:
-    """Download those files of a repository that its config key needs."""
+    """Download the files of a repository that the config key needs."""
     from omnizoo.hub.dataset import fetch_dataset
     from omnizoo.hub.download import fetch
     from omnizoo.hub.repository import list_repository

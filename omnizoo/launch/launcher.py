@@ -90,7 +90,7 @@ class _Ranks:
                 os.killpg(child.pid, signal.SIGKILL)  # kill the rank and its loader workers
 
     def collect_ended(self) -> list[tuple[int, int]]:
-        """Remove ranks that have ended. Return (rank, exit code) of failed ranks, without those killed here."""
+        """Remove ranks that have ended. Return (rank, exit code) of failed ranks that the launcher did not kill."""
         failed = []
         for rank, child in list(self.alive.items()):
             code = _exit_code(child)

@@ -33,7 +33,7 @@ class Output(io.FileIO):
     has_failed = False
 
     def write(self, data: Any) -> int:
-        """Write `data`.
+        """Write `data` to standard output, or discard it after an earlier error.
 
         Raises:
             OutputError: If the output is required and writing fails for the first time.

@@ -39,5 +39,5 @@ def print_error(message: str) -> None:
 
 
 def _plain(message: str) -> str:
-    """Escape unprintable characters, such as those in file names. Line breaks and tabs are kept."""
+    """Escape unprintable characters, for example in file names. Line breaks and tabs are kept."""
     return printable(message.replace("\r\n", "\n"), allowed="\n\t")

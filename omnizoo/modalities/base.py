@@ -132,7 +132,7 @@ class Decoder(ItemModule):
     `embed` converts targets to input embeddings, so that the foundation can attend to the item.
     """
 
-    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # if not a `LikelihoodDecoder`
+    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # if it is no `LikelihoodDecoder`
 
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Return the prediction targets of the items.
@@ -369,7 +369,7 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Convert targets to an item, like `Decoder.render`. `options` must be those that generated the targets."""
+        """Convert targets to an item, like `Decoder.render`. The targets were generated with the same `options`."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:

@@ -33,7 +33,7 @@ class FlopCounter:
 
     def __init__(self, trained: bool = False) -> None:
         self.flops = 0.0
-        self.trained = trained  # whether anything counted so far is trained and therefore needs gradients
+        self.trained = trained  # whether a module counted so far is trained and therefore needs gradients
 
     def multiply(self, weight: torch.Tensor, rows: float) -> None:
         """Add the multiplication of `rows` rows by a weight."""

@@ -34,7 +34,7 @@ class MediaSize:
     layout: tuple[str | int | NestedRun, ...] = ()
     # Sizes of nested items of the same media, keyed by modality.
     inside: Mapping[str, "MediaSize"] = field(default_factory=dict)
-    shape: tuple[float, ...] = ()  # for models with positions on several axes, such as M-RoPE
+    shape: tuple[float, ...] = ()  # size along each position axis, for models with several axes, such as M-RoPE
 
     def part(self, share: float) -> "MediaSize":
         """Return the size of a part that makes up the fraction `share` of the item."""

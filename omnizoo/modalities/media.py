@@ -58,7 +58,7 @@ class Media:
     modality: str  # content type of the item, as in the config
     value: Path | bytes | Any  # a path, encoded bytes, or plain values: numbers, lists, mappings, arrays
     options: dict[str, Any]  # other fields of the item in the row: start and end in seconds, sampling rate, ...
-    seed: int = 0  # for augmentation and noise; depends on the run's seed, the epoch, the row and the item
+    seed: int = 0  # seed of augmentation and noise; depends on the run's seed, the epoch, the row and the item
 
     @property
     def name(self) -> str:

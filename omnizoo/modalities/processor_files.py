@@ -22,7 +22,7 @@ def processor_files(folder: str | Path | None) -> list[Path]:
 def processor_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
     """Return the settings of a processor in a model folder ({} if there are none), and the name of their file.
 
-    As in transformers, settings nested in `processor_config.json` take precedence over those in a separate file.
+    As in transformers, settings nested in `processor_config.json` take precedence over settings in a separate file.
 
     Args:
         folder: The model folder.

@@ -28,7 +28,7 @@ class ComponentSetting:
     freeze: bool = False
     lr: float | None = None  # peak learning rate; if None, the learning rate of the run
     dtype: torch.dtype | None = None
-    recompute: str | None = None  # if None, the setting of the run
+    recompute: str | None = None  # recompute mode; if None, the mode of the run
 
 
 class ComponentSettings:

@@ -1,4 +1,4 @@
-"""Descriptions of folders that are not transformers models: what a folder contains, and what it needs instead.
+"""Descriptions of folders that are not transformers models: the content of a folder, and advice.
 
 Only names of files and small JSON files are read.
 """
@@ -14,7 +14,7 @@ from omnizoo.config.versions import install_command, installed_versions
 from omnizoo.models.untrusted_folders import read_json, shorten
 
 DIFFUSERS = "diffusers"
-# A file that identifies the kind of a folder -> what the folder is, and what to do.
+# A file that identifies the kind of a folder -> description of the folder, and advice.
 FILES = {
     "adapter_config.json": (
         "it is an adapter of PEFT. Set model.path to the base model, and model.adapter.path to this folder"
@@ -36,7 +36,7 @@ FILES = {
 
 
 def describe_folder(folder: Path) -> str:
-    """Return a sentence about a folder that has no usable config.json. It says what the folder is and what to do."""
+    """Describe a folder that has no usable config.json, and advise what to do."""
     if (folder / "model_index.json").is_file():
         class_name = read_json(folder / "model_index.json").get("_class_name", "unknown class")
         return f"it is a pipeline of diffusers ({shorten(class_name)}). {_diffusers_advice()}"
@@ -50,7 +50,7 @@ def describe_folder(folder: Path) -> str:
 
 
 def describe_config(fields: Mapping[str, Any]) -> str:
-    """Return a sentence about a config.json without `model_type`. It says what the folder is and what to do."""
+    """Describe a folder whose config.json has no `model_type`, and advise what to do."""
     if "_diffusers_version" in fields or "_class_name" in fields:
         class_name = shorten(fields.get("_class_name", "unknown class"))
         return f"it is a model of diffusers ({class_name}), not of transformers. {_diffusers_advice()}"
@@ -75,7 +75,7 @@ def check_family(model_type: str, key: str) -> None:
 
 
 def _diffusers_advice() -> str:
-    """Return what a diffusers folder needs."""
+    """Return the advice for a folder of diffusers."""
     if find_spec(DIFFUSERS) is None:
         return f"It needs the package diffusers, which is not installed; run: {install_command(DIFFUSERS)}"
     return "Use it as the `folder` of a decoder, or set model.path to a transformers model"

@@ -143,7 +143,7 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     If some of these modules are in module lists, modules elsewhere (an embedding, a complete encoder) are not returned,
     even if the model's authors declare them as blocks.
     """
-    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
+    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # `forward` does not run these modules
     modules = dict(model.named_modules())
     candidates: list[str] = []
     in_lists: list[str] = []

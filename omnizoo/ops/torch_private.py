@@ -377,7 +377,7 @@ def flash_cuda_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `q`, `k` and `v` for `flash_cuda`."""
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state for dropout; the probability is 0
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_out,
         q,

@@ -1,6 +1,6 @@
 """Implements `train.compile`: selects the modules to compile, and the modules that share compiled graphs.
 
-Blocks are compiled, including those of encoders. Experts, tiled feed-forward layers and recurrent layers break the
+Blocks are compiled, including blocks of encoders. Experts, tiled feed-forward layers and recurrent layers break the
 graph (ops/compiled_blocks.py). The computation between the matmuls of experts, and the content of a tile, are compiled
 separately.
 """

@@ -27,7 +27,7 @@ from omnizoo.parallel.rendezvous import ranks_on_node
 
 log = logging.getLogger(__name__)
 
-MODES = ("none", "selective", "full")  # from most to least memory for activations
+MODES = ("none", "selective", "full")  # sorted from most to least memory for activations
 EXPENSIVE = ("mm", "attention", "attn")  # fragments of the names of expensive operators
 
 

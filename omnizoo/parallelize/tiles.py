@@ -66,7 +66,7 @@ def compute_in_tiles(
 
 
 def feed_forwards(module: nn.Module, excluded: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules inside `module` that can be tiled, except those in `excluded`."""
+    """Return the outermost modules inside `module` that can be tiled and are not in `excluded`."""
     tileable: list[nn.Module] = []
     for child in module.children():
         if child in excluded:

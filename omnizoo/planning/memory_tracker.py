@@ -166,7 +166,7 @@ class MemoryTracker(TorchDispatchMode):
         )
 
     def timeline(self) -> Timeline:
-        """Return the memory by part over the step."""
+        """Return the memory of each part during the step."""
         events = list(self._events)  # copied, because garbage collection may free tensors and thereby add events
         changes = np.zeros((len(PARTS), len(events) + 1), np.int64)
         for block, size, _ in self._base:

@@ -99,7 +99,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         (offload, "HostBuffers", partial(PlannedHost, memory)),
         (offload, "available_memory", lambda: UNLIMITED),
         (memory_checks, "available_memory", lambda: UNLIMITED),
-        (FakeTensor, "is_pinned", lambda tensor, *_: True),  # for offloaded weights on the host
+        (FakeTensor, "is_pinned", lambda tensor, *_: True),  # FSDP checks this for offloaded weights on the host
     ):
         yield memory
 
@@ -190,7 +190,7 @@ def attention(
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
-    queries_per_key = query.shape[1] // key.shape[1]  # in grouped-query attention
+    queries_per_key = query.shape[1] // key.shape[1]  # more than 1 in grouped-query attention
     key, value = (x.repeat_interleave(queries_per_key, 1) if queries_per_key > 1 else x for x in (key, value))
     bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
     bias = bias.expand(*query.shape[:-1], key.shape[-2])

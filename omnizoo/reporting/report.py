@@ -50,7 +50,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Name of the run folder."""
+        """Name of the run folder, without its path."""
         return self.folder.root.resolve().name
 
     @cached_property
@@ -73,7 +73,7 @@ class RunData:
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
-        """Records of all launches."""
+        """Records of all launches of the run."""
         return read_starts(self.folder.starts)
 
     @cached_property

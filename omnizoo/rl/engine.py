@@ -61,7 +61,7 @@ class Engine:
     Attributes:
         model: The sharded model.
         tokenizer: The tokenizer of the model.
-        steps: Number of optimizer steps so far, including those before a resume.
+        steps: Number of optimizer steps so far, including steps before a resume.
         bad_steps: Number of steps that were skipped because the loss or a gradient was not finite.
     """
 

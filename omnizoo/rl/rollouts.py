@@ -139,7 +139,7 @@ class RolloutReader:
             )
         if not rollouts:
             raise UserError("rollouts: the list is empty. Pass at least one omnizoo.Rollout.")
-        prompts: dict[int, RenderedRow] = {}  # by `id` of the prompt object
+        prompts: dict[int, RenderedRow] = {}  # keyed by `id` of the prompt object
         for number, rollout in enumerate(rollouts):
             key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):

@@ -328,4 +328,4 @@ def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[s
     out = model(**batch.inputs)
     logits = out.logits
     assert isinstance(logits, torch.Tensor)
-    return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward would copy the logits
+    return logits.squeeze(0), getattr(out, "losses", None) or {}  # the backward of `[0]` would copy the logits

@@ -50,7 +50,7 @@ def train(
         tokenizer: Used in place of `model.tokenizer`.
         data: Used in place of `data.sources`: a list of dicts, a `datasets.Dataset` or a torch dataset.
         eval_data: Used in place of `data.eval_sources`.
-        callbacks: Callbacks in addition to those of `log.callbacks`. They are called last, on rank 0 only.
+        callbacks: Callbacks in addition to `log.callbacks`. They are called last, on rank 0 only.
         clock: Measures the duration of the start-up (default: a clock that starts now).
 
     Returns:

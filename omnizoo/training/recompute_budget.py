@@ -57,7 +57,7 @@ class Cost:
 class RecomputePlan:
     """Number of blocks of each kind in each mode, and the cost of this choice."""
 
-    counts: tuple[tuple[int, int, int], ...]  # for each kind, the number of blocks in each of `MODES`
+    counts: tuple[tuple[int, int, int], ...]  # number of blocks of each kind in each of `MODES`
     kept: int  # bytes kept between forward and backward
     transient: int  # additional bytes while a block is recomputed
     seconds: float  # recomputation time per micro-batch
@@ -105,7 +105,7 @@ def apply_recompute_budget(
     names_by_kind: dict[Any, list[str]] = defaultdict(list)
     for name, switch in blocks.items():
         names_by_kind[switch.kind].append(name)
-    kinds = [kind for kind in names_by_kind if kind in costs]  # without encoders that had no items in this step
+    kinds = [kind for kind in names_by_kind if kind in costs]  # encoders without items in this step have no costs
     plan = choose([costs[kind] for kind in kinds], [len(names_by_kind[kind]) for kind in kinds], budget)
 
     modes = dict.fromkeys(blocks, "full")

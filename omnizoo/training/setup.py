@@ -188,7 +188,7 @@ def joined_world(
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
             config = config.changed(train=batch)
         elif worker_count(config.data.workers):
-            start_server()  # in parallel with the set-up, because its start takes seconds
+            start_server()  # start it now, because starting takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         yield download_on_ranks(config, mesh, process.local_rank), mesh
@@ -304,7 +304,7 @@ def prepare_run(
         config: The config of the run.
         mesh: The mesh, from `joined_world`.
         callbacks: The callbacks that were passed to `train`.
-        stop: Records whether a signal has asked this process to stop.
+        stop: Records whether a signal requested to stop this process.
         clock: Measures the duration of each part of the start-up.
         resources: Exit stack that unlocks folders and ends prefetching when it is closed.
 

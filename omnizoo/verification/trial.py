@@ -76,7 +76,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             with watching(model, rounded):
                 activations, executed = first_pack_activations(objective, data.micro_batches)
             all_rounded = itertools.chain.from_iterable(mesh.gather(rounded))
-            rounded = list(dict.fromkeys(all_rounded))  # without duplicates
+            rounded = list(dict.fromkeys(all_rounded))  # remove duplicates
             result = train_step(objective, optimizer, data, step)
             # Undo clipping. If the norm were wrong, every clipped gradient would differ and hide the cause.
             clip_factor = 1.0
@@ -124,7 +124,7 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     """
     mesh = objective.mesh
     has_first_pack = [0 in batch.packs for batch in batches]
-    ranks_with_pack = mesh.sum([float(flag) for flag in has_first_pack])  # for each micro-batch
+    ranks_with_pack = mesh.sum([float(flag) for flag in has_first_pack])  # one count per micro-batch
     batch_index = int(max(range(len(batches)), key=ranks_with_pack.__getitem__))
     batch = batches[batch_index]
     local_outputs: dict[str, torch.Tensor] = {}

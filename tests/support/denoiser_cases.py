@@ -6,10 +6,11 @@ The calls are written with the pipelines' static functions where they have them,
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline
+from diffusers import CogVideoXPipeline, FluxPipeline, LTXPipeline, QwenImagePipeline
 from pipelines import TEXT_WIDTH
 from torch import nn
 
@@ -39,7 +40,6 @@ class DenoiserCase:
     conditions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes besides guidance
     guidance: float | None = None
     layouts: tuple[str, ...] = ("dp4", "uly2.ring2")
-    discrete: bool = False  # whether times are integers
 
     def batch(self, dtype: torch.dtype = torch.float32) -> Batch:
         """Return the samples of this case: the same on every rank."""
@@ -51,7 +51,7 @@ class DenoiserCase:
         condition = {name: normal(*shape) for name, shape in self.conditions.items()}
         if self.guidance is not None:
             condition["guidance"] = torch.full((NUM_SAMPLES,), self.guidance, dtype=dtype)
-        share = torch.tensor([0.125, 0.5, 0.75, 0.9375], dtype=dtype)
+        share = torch.tensor([0.125, 0.5, 0.75, 0.938], dtype=dtype)
         return Batch(normal(*self.latents), share, condition, normal(*self.latents))
 
 
@@ -123,6 +123,75 @@ def call_qwen_image(model: Any, batch: Batch) -> torch.Tensor:
     return QwenImagePipeline._unpack_latents(out, height * 8, width * 8, 8)[:, :, 0]
 
 
+def call_sd3(model: Any, batch: Batch) -> torch.Tensor:
+    return model(
+        hidden_states=batch.noisy,
+        timestep=batch.share * 1000,
+        encoder_hidden_states=batch.condition["text"],
+        pooled_projections=batch.condition["pooled"],
+        return_dict=False,
+    )[0]
+
+
+def call_hunyuan_video(model: Any, batch: Batch) -> torch.Tensor:
+    text = batch.condition["text"]
+    return model(
+        hidden_states=batch.noisy,
+        timestep=batch.share * 1000,
+        encoder_hidden_states=text,
+        encoder_attention_mask=torch.ones(text.shape[:2]),
+        pooled_projections=batch.condition["pooled"],
+        guidance=batch.condition["guidance"] * 1000,
+        return_dict=False,
+    )[0]
+
+
+def call_ltx(model: Any, batch: Batch) -> torch.Tensor:
+    frames, height, width = batch.noisy.shape[2:]
+    text = batch.condition["text"]
+    out = model(
+        hidden_states=LTXPipeline._pack_latents(batch.noisy),
+        timestep=batch.share * 1000,
+        encoder_hidden_states=text,
+        encoder_attention_mask=torch.ones(text.shape[:2]),
+        num_frames=frames,
+        height=height,
+        width=width,
+        rope_interpolation_scale=(4 / 25, 8, 8),  # the tiny autoencoder makes 4 frames and 8 pixels one latent
+        return_dict=False,
+    )[0]
+    return LTXPipeline._unpack_latents(out, frames, height, width)
+
+
+def call_cogvideox(model: Any, batch: Batch) -> torch.Tensor:
+    num_frames, height, width = batch.noisy.shape[2:]
+    pipeline = SimpleNamespace(transformer=model, vae_scale_factor_spatial=8)
+    rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+        pipeline, height * 8, width * 8, num_frames, torch.device("cpu")
+    )
+    out = model(
+        hidden_states=batch.noisy.permute(0, 2, 1, 3, 4),
+        encoder_hidden_states=batch.condition["text"],
+        timestep=(batch.share * 1000).round().long(),
+        image_rotary_emb=rotary,
+        return_dict=False,
+    )[0]
+    return out.permute(0, 2, 1, 3, 4)
+
+
+def call_pixart(model: Any, batch: Batch) -> torch.Tensor:
+    text = batch.condition["text"]
+    out = model(
+        batch.noisy,
+        encoder_hidden_states=text,
+        encoder_attention_mask=torch.ones(text.shape[:2]),
+        timestep=(batch.share * 1000).round().long(),
+        added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        return_dict=False,
+    )[0]
+    return out.chunk(2, 1)[0]
+
+
 CLIP = (3, 6, 10)  # frames, height, width: 45 tokens
 PICTURE = (6, 10)  # 15 tokens
 CASES = {
@@ -153,4 +222,16 @@ CASES = {
         {"text": (7, TEXT_WIDTH)},
         layouts=("dp4", "uly2.ring2", "dp2.uly2"),
     ),
+    "sd3": DenoiserCase("sd3", (4, *PICTURE), call_sd3, {"text": (7, 2 * TEXT_WIDTH), "pooled": (2 * TEXT_WIDTH,)}),
+    "hunyuan_video": DenoiserCase(
+        "hunyuan_video",
+        (4, *CLIP),
+        call_hunyuan_video,
+        {"text": (3, TEXT_WIDTH), "pooled": (TEXT_WIDTH,)},
+        guidance=6.0,
+        layouts=("dp4", "uly2.ring2", "uly4"),
+    ),
+    "ltx": DenoiserCase("ltx", (8, *CLIP), call_ltx, {"text": (7, TEXT_WIDTH)}),
+    "cogvideox": DenoiserCase("cogvideox", (4, *CLIP), call_cogvideox, {"text": (7, TEXT_WIDTH)}),
+    "pixart": DenoiserCase("pixart", (4, *PICTURE), call_pixart, {"text": (7, TEXT_WIDTH)}),
 }

@@ -12,7 +12,7 @@ from omnizoo.config import reference
 class Argument:
     """One option of a command, or a positional argument."""
 
-    flags: tuple[str, ...]  # such as ("-v", "--verbose"); empty for a positional argument
+    flags: tuple[str, ...]  # names of the option, such as ("-v", "--verbose"); empty for a positional argument
     help: str
     takes_value: bool
     choices: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """A command and its arguments."""
+    """A command, with its summary and arguments."""
 
     name: str
     summary: str

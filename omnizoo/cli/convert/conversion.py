@@ -25,10 +25,10 @@ OURS = tuple(f"{section}." for section in Config.model_fields)
 
 @dataclass
 class Converted:
-    """The result of a conversion."""
+    """A converted config: its keys, comments, and the keys that could not be converted."""
 
     source: Source
-    fields: dict[str, Any] = field(default_factory=dict)  # nested, with `data.sources` as a list
+    fields: dict[str, Any] = field(default_factory=dict)  # nested OmniZoo keys, with `data.sources` as a list
     comments: dict[str, str] = field(default_factory=dict)  # OmniZoo's dotted key -> comment on the line of the key
     unconverted: list[tuple[str, Any, str]] = field(default_factory=list)  # key of the other trainer, value, reason
     notices: list[str] = field(default_factory=list)  # lines for the console
@@ -287,7 +287,7 @@ def _set_weights(converted: Converted, key: str, value: Any, sources: list[dict[
 
 
 def _hold_out(converted: Converted, key: str, value: Any, sources: list[dict[str, Any]]) -> None:
-    """Split the sources into training and held-out rows, for a fraction of held-out rows."""
+    """Split the sources into training rows and the requested fraction of held-out rows."""
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         converted.leave_out(key, value, "no rows are held out", is_notice=False)
         return

@@ -23,11 +23,11 @@ class Source:
 
     file: Path
     trainer: Trainer
-    fields: dict[str, Any]  # nested, as in the file
-    lines: dict[str, int]  # line of each dotted key
+    fields: dict[str, Any]  # values by key, nested as in the file
+    lines: dict[str, int]  # line number of each dotted key
 
     def place(self, key: str) -> str:
-        """Return `FILE:LINE` of a key."""
+        """Return the location of a key, `FILE:LINE`."""
         line = self.lines.get(key)
         return f"{self.file}:{line}" if line else str(self.file)
 

@@ -20,7 +20,7 @@ class NoCounterpartError(Exception):
 
 
 def whole_number(value: Any, source: "ConversionContext") -> Any:
-    """Return a number of steps."""
+    """Convert a number of steps to an integer. Fractions have no counterpart."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -29,7 +29,7 @@ def whole_number(value: Any, source: "ConversionContext") -> Any:
 
 
 def as_list(value: Any, source: "ConversionContext") -> list[Any]:
-    """Return a list, from a list or from text with commas or spaces."""
+    """Convert a value to a list. Text is split at commas and spaces."""
     if isinstance(value, str):
         return [part for part in re.split(r"[,\s]+", value) if part]
     return list(value) if isinstance(value, list) else [value]
@@ -44,7 +44,7 @@ def first(value: Any, source: "ConversionContext") -> Any:
 
 
 def targets(value: Any, source: "ConversionContext") -> list[str]:
-    """Return targets of an adapter."""
+    """Convert the names of target modules to values of `model.adapter.targets`."""
     items = [str(item) for item in as_list(value, source)]
     if any(re.search(r"[\\^$|()]", item) for item in items):
         raise NoCounterpartError("model.adapter.targets has names or glob patterns, not regular expressions")
@@ -52,21 +52,21 @@ def targets(value: Any, source: "ConversionContext") -> list[str]:
 
 
 def reports(value: Any, source: "ConversionContext") -> Any:
-    """Return the W&B project."""
+    """Convert a list of loggers to the name of the W&B project, if W&B is one of them."""
     if "wandb" in as_list(value, source):
         return source.fields.get("wandb_project") or source.fields.get("run_name") or "omnizoo"
     raise NoCounterpartError("log.tensorboard is true by default")
 
 
 def unless_path(value: Any, source: "ConversionContext") -> Any:
-    """Return a config folder if the model has no path."""
+    """Return the folder of a model config, unless the model has a path."""
     if source.fields.get("model", {}).get("model_path"):
         raise NoCounterpartError("model.path contains the config")
     return value
 
 
 def template(value: Any, source: "ConversionContext") -> Any:
-    """Return the name of a chat template. The tokenizer's own template is the default."""
+    """Reject the name of a chat template, because the tokenizer's own template is used."""
     raise NoCounterpartError("the chat template of the tokenizer is used; data.chat_template sets a file")
 
 

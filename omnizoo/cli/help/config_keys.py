@@ -1,4 +1,4 @@
-"""Print config keys: all sections, the keys of one section, or those that match a search."""
+"""Print config keys: all sections, the keys of one section, or the keys that match a search."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ def print_sections(prog: str) -> None:
         )
     )
     commands = {
-        f"{prog} --help data": "keys of a section, also nested (data.sources), or one key (train.lr)",
+        f"{prog} --help data": "keys of a section, which may be nested (data.sources), or a single key (train.lr)",
         f"{prog} --help-search pack": "keys that mention a word",
         "omnizoo completion bash": "shell completion of commands, options and keys",
     }

@@ -13,7 +13,7 @@ def add_help(parser: argparse.ArgumentParser) -> None:
         action=ConfigHelp,
         nargs="?",
         metavar="SECTION",
-        help="this help, or the keys of a section of the config, such as `data` or `data.sources`",
+        help="this help, or the keys of a config section, such as `data` or `data.sources`",
     )
     parser.add_argument(
         "--help-search",

@@ -356,7 +356,7 @@ def data_lines(facts: NewConfigFacts) -> list[str]:
 
 
 def source_comments(facts: NewConfigFacts) -> list[str]:
-    """Return the comments above the training source: the reason for each of its keys, and what the user must choose."""
+    """Return the comments above the training source: the reason for each key, and the choice left to the user."""
     comments = []
     for key, comment in facts.settings.comments.items():
         name = key.rpartition(".")[2]

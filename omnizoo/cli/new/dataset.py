@@ -94,7 +94,7 @@ class FittedRows:
     """A reader whose rows can be used, and the lengths of the rows that were tried."""
 
     reader: "Reader"
-    lengths: list[int]  # in tokens, sorted
+    lengths: list[int]  # number of tokens of each tried row, sorted
 
 
 def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> FittedRows | None:

@@ -48,7 +48,7 @@ class Rule:
 class Trainer:
     """Another trainer: its name, its rules, and its defaults where they differ from OmniZoo."""
 
-    name: str  # as in `--from`
+    name: str  # value of the option `--from`
     title: str
     rules: Sequence[Rule]
     defaults: Mapping[str, Any]  # OmniZoo key -> default value of the trainer

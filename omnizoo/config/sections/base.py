@@ -79,7 +79,7 @@ class ConfigSection(BaseModel):
         strict=True,
         allow_inf_nan=False,
         validate_default=True,
-        arbitrary_types_allowed=True,  # for `PythonObject`
+        arbitrary_types_allowed=True,  # needed for `PythonObject`
         use_attribute_docstrings=True,  # the string below a field is the description of the key
     )
 

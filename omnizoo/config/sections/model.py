@@ -119,10 +119,10 @@ class AdapterSettings(ConfigSection):
     (docs/how-to/adapters.md)."""
 
     exclude: list[Text] = Field([])
-    """Modules that match `targets` but get no adapter matrices. Entries have the form of those in `targets`."""
+    """Modules that match `targets` but get no adapter matrices. Entries have the same form as in `targets`."""
 
     modules_to_save: list[Text] = Field([])
-    """Modules whose weights are trained in full and saved with the adapter. Entries have the form of those in
+    """Modules whose weights are trained in full and saved with the adapter. Entries have the same form as in
     `targets`."""
 
     init: Literal["kaiming", "gaussian", "random"] = "kaiming"
@@ -145,6 +145,16 @@ class AdapterSettings(ConfigSection):
         if self.path is not None and changed:
             raise ValueError(f"path: the adapter folder determines {changed[0]}. Remove {', '.join(changed)}.")
         return self
+
+
+class ScoreHead(ConfigSection):
+    """Head of a sequence classification model, which scores the last token of each sample."""
+
+    labels: Annotated[list[Text], Field(min_length=1)]
+    """Names of the scores, in the order of the rows of the head."""
+
+    problem: Literal["reward", "single", "multi"]
+    """Meaning of the scores: one reward, logits of which one is true, or independent logits."""
 
 
 class ModelSection(ConfigSection):
@@ -222,6 +232,10 @@ class ModelSection(ConfigSection):
     allow_unexpected: list[Text] = Field([])
     """Glob patterns for weights in `model.path` that the model does not have. They are ignored. By default, such a
     weight is an error."""
+
+    score_head: ScoreHead | None = None
+    """Head that replaces the language model head. It is set automatically by the losses `reward` and `classification`
+    (docs/how-to/classification.md)."""
 
     adapter: AdapterSettings | None = None
     """LoRA adapter to train instead of the model's weights (docs/how-to/adapters.md). By default, all weights are

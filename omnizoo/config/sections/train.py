@@ -1,6 +1,7 @@
 """Keys of `train`: length, batch, learning rate, losses, precision."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -18,7 +19,7 @@ from omnizoo.config.sections.base import (
     alternatives,
 )
 from omnizoo.config.sections.built_in_options import check_options, without_nulls
-from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, default_name
+from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, ROUTER_LOSSES, SCORE_LOSSES, default_name
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -28,8 +29,9 @@ class LossSettings(ConfigSection):
 
     kind: Annotated[Text, built_in_or_plugin(LOSSES, "loss")] = "cross_entropy"
     """Loss function: `cross_entropy` for text; `dpo`, `orpo`, `simpo` or `kto` for preferences
-    (docs/how-to/preferences.md); `grpo` or `gspo` for rollouts (docs/how-to/rl.md); `balance` or `router_z` for MoE
-    routers; or `package.module:Class` of a plugin, a subclass of `omnizoo.Loss`."""
+    (docs/how-to/preferences.md); `reward` or `classification` for scores (docs/how-to/classification.md); `grpo` or
+    `gspo` for rollouts (docs/how-to/rl.md); `balance` or `router_z` for MoE routers; or `package.module:Class` of a
+    plugin, a subclass of `omnizoo.Loss`."""
 
     weight: LossWeight = 1.0
     """Factor of the loss in the total loss. With 0, the loss is only a metric."""
@@ -98,7 +100,8 @@ class TrainSection(ConfigSection):
     """Fraction of all steps that are warmup steps, rounded up, instead of `warmup_steps`."""
 
     decay_steps: Steps = 0
-    """Number of steps of linear decay at the end of the schedule `wsd`. With 0, the last fifth of the run is decay."""
+    """Number of steps of linear decay at the end of the schedule `wsd`. With 0, the learning rate decays in the last
+    fifth of the run."""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final learning rate, as a fraction of the peak learning rate."""
@@ -170,6 +173,7 @@ class TrainSection(ConfigSection):
                 )
 
         kinds = [loss.kind for loss in self.losses]
+        _check_score_losses(self.losses)
         pairwise = [kind for kind in kinds if kind in PAIRWISE]
         if "kto" in kinds and pairwise:
             raise ValueError(
@@ -177,3 +181,32 @@ class TrainSection(ConfigSection):
                 "them."
             )
         return self
+
+
+def _check_score_losses(losses: Sequence[LossSettings]) -> None:
+    """Check the labels of the loss on scores, and that it is only combined with losses on routers.
+
+    Raises:
+        ValueError: If the labels are missing or repeated, or if the losses cannot be combined.
+    """
+    for i, loss in enumerate(losses):
+        if loss.kind not in SCORE_LOSSES:
+            continue
+        others = [other.kind for other in losses if other is not loss and other.kind not in ROUTER_LOSSES]
+        if others:
+            raise ValueError(
+                f"train.losses: {loss.kind} replaces the language model head by a head for scores, so it cannot be "
+                f"combined with {others[0]}. Remove one of them."
+            )
+        if loss.kind != "classification":
+            continue
+        labels = loss.options.get("labels")
+        if labels is None:
+            raise ValueError(
+                f"train.losses.{i}.options.labels: missing. List the labels, such as [negative, positive]."
+            )
+        if len(labels) < 2 and loss.options.get("problem") != "multi":
+            raise ValueError(f"train.losses.{i}.options.labels: only {len(labels)}. List at least two labels.")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"train.losses.{i}.options.labels: {label!r} is listed more than once. Remove one.")

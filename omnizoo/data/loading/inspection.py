@@ -95,7 +95,7 @@ class SourceMix:
     reason_without_rows: str  # why the source has no usable rows; empty if there are some
     samples: int  # number of inspected samples
     tokens: int  # number of tokens of these samples
-    formats: dict[str, int]  # for each row format, the number of samples
+    formats: dict[str, int]  # number of samples of each row format
     why: str  # the rule that determined the format of the first row
 
 

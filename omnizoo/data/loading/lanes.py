@@ -251,7 +251,7 @@ class Lane:
         self.packer = Packer(self.data.pack_tokens, self.data.look_ahead, self.counters.packs)
         window = [SampleId(*values) for values in state["window"]]
         samples: dict[SampleId, Sample] = {}
-        rows = sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2]))  # in storage order
+        rows = sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2]))  # in the order of storage
         for i, epoch, row in rows:
             try:
                 split = self._read_samples(i, epoch, row)

@@ -92,7 +92,7 @@ def build_reader(
         turns: The format of turns, for speech models that have speakers instead of a chat template.
         reserved: Ids of placeholder tokens for media that this run does not provide. Rows must not contain them.
         most_positions: Maximum number of positions of the model; longer samples are counted. None if it is unknown.
-        sources: Sources that are already open, to use instead of those in the config.
+        sources: Sources that are already open, to use instead of the sources in the config.
 
     Returns:
         The reader.
@@ -127,6 +127,7 @@ def build_reader(
         trains_decoders=config.learns_answers,
         turns=turns,
         thinking=Thinking.of(data),
+        score_head=config.model.score_head,
     )
     return Reader(
         config=config,

@@ -134,7 +134,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
         now: The fingerprint of the current data.
 
     Raises:
-        UserError: If they differ in anything that changes the samples or their order.
+        UserError: If a difference changes the samples or their order.
     """
     if OVERLONG_CHATS not in saved:
         log.warning("chats longer than a pack were split before this checkpoint; now: %s", now[OVERLONG_CHATS])

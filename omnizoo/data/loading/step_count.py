@@ -79,7 +79,7 @@ def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
 class CountingLane(Lane):
     """A lane that packs samples of known lengths without reading their content."""
 
-    lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # by source, then by rank that measured
+    lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # lengths by source, then by measuring rank
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
         """Return samples that have the measured lengths of the row, and no content."""

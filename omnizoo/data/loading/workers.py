@@ -150,7 +150,7 @@ class _Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802
-        """Start the process."""
+        """Start a worker process without importing the main script."""
         with _without_main():
             return ForkServerProcess._Popen(process)
 

@@ -12,7 +12,7 @@ GROWTH = 32  # the default window starts with this number of samples, and each p
 class Packer:
     """Selects the samples of each pack from a window of samples.
 
-    A pack consists of the oldest sample in the window and of other samples, chosen to fill the rest of the pack best.
+    A pack consists of the oldest sample in the window, and of other samples that best fill the remaining space.
     If several choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as
     the window has samples.
 

@@ -89,8 +89,8 @@ def _with_spans(item: MediaItem, positions: Positions, starts: Positions, length
     Args:
         item: The item.
         positions: Indices of its placeholder tokens before they are repeated.
-        starts: For each token before the repetition, its first token afterwards.
-        lengths: For each token before the repetition, its number of tokens afterwards.
+        starts: First token after the repetition, for each token before it.
+        lengths: Number of tokens after the repetition, for each token before it.
     """
     spans = [(int(starts[position]), int(lengths[position])) for position in positions if lengths[position]]
     return replace(item, spans=tuple(spans))

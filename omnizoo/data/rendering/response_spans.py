@@ -194,7 +194,7 @@ class ResponseFinder:
             return None
 
     def _marked(self, numbers: Sequence[int], stop: int | None = None) -> Marked:
-        """Render the conversation after the data of some messages was replaced with marks.
+        """Replace the data of some messages with marks, and render the conversation.
 
         Args:
             numbers: Indices of the messages to mark.
@@ -342,9 +342,9 @@ def prefix_spans(
     """Find the spans of assistant messages by rendering prefixes of the conversation.
 
     The span of a message begins where the generation prompt ends, and ends where the conversation up to this message
-    ends. It is found only if both of these texts are prefixes of the whole text, so not if the template writes earlier
-    turns differently. It is also not found if the generation prompt adds no header, because the text before the content
-    may then be a header or a part of the response.
+    ends. The span is found only if both of these texts are prefixes of the whole text. This is not the case if the
+    template writes earlier turns differently. The span is also not found if the generation prompt adds no header,
+    because the text before the content may then be a header or a part of the response.
 
     Args:
         template: The chat template.

@@ -27,7 +27,7 @@ _limits_memory = ContextVar("limits_memory", default=False)  # whether `memory_l
 class OutOfTime(BaseException):
     """Raised if a template exceeds the time limit.
 
-    It is not a subclass of `Exception`, because jinja2 suppresses all of those while it evaluates constants.
+    It is not a subclass of `Exception`, because jinja2 suppresses all of its subclasses while it evaluates constants.
     """
 
 

@@ -445,7 +445,7 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
     """Read the value of a media item in a row.
 
     Args:
-        value: A string, bytes, plain values, a list of those, or an object with a key of `CONTENT_KEYS` or
+        value: A string, bytes, plain values, a list of such values, or an object with a key of `CONTENT_KEYS` or
             `LOCATION_KEYS`. Other keys of such an object are options.
         find: Returns the media files that the row refers to.
 

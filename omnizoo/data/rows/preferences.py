@@ -23,7 +23,7 @@ class ResponseRow:
 
     role: str  # one of `sample.ROLES`; empty without preferences
     row: Row
-    prompt: str = ""  # beginning of a plain text that is not trained on; the rest is the response
+    prompt: str = ""  # beginning of a plain text, not trained on; the remaining text is the response
     messages: int = 0  # number of messages at the end that form the response; 0 for a plain text
 
 

@@ -70,7 +70,7 @@ def _integers(row: Row, name: str) -> Integers:
         )
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # for example nested lists, or tensors on another device
+    except (ValueError, TypeError, RuntimeError) as error:  # raised for nested lists, tensors on a GPU, ...
         raise BadRow(f"`{name}` cannot be read as numbers ({str(error)[:100]}); {expected}") from None
     if array.ndim != 1:
         raise BadRow(f"`{name}` has the shape {list(array.shape)}; {expected}")

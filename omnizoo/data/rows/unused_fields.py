@@ -44,7 +44,7 @@ METADATA_FIELDS = frozenset(
     }
 )
 # fmt: on
-# In messages, the id that connects a tool result with its call is metadata as well.
+# Also metadata, but only in messages: the id that connects a tool result with its call.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
 REJECTED_RESPONSE = "rejected_response"  # field of ms-swift with a rejected alternative to the last response of the row
@@ -61,7 +61,7 @@ PROMPT_FIELDS = (
     "`response`"
 )
 SCORES = "response scores are not supported"
-LABELS = "labels need kto in train.losses and are read from `label` or `kto_tag`, next to a response"
+LABELS = "labels need classification in train.losses or, next to a response, kto"
 # Names and patterns of fields that have a known meaning but are not used, keyed by the reason why not.
 # fmt: off
 UNSUPPORTED_FIELDS = {
@@ -80,7 +80,7 @@ UNSUPPORTED_FIELDS = {
 }
 # fmt: on
 
-# Reasons for which a field is never suggested for `data.ignore`, because dropping it would change what is trained.
+# Reasons for which a field is never suggested for `data.ignore`, because dropping the field would change the training.
 NEVER_DROPPED = (NEEDS_PREFERENCE_LOSS, WEIGHT_FIELDS, PRETOKENIZED)
 
 
@@ -103,14 +103,21 @@ class RowFields:
         ignore: Names and glob patterns of fields to ignore (`data.ignore`).
         preferences: Whether preference rows are refused, allowed or required.
         labeled_responses: Whether labeled responses (`completion` and `label`) are accepted as preference rows.
+        reads_margin: Whether the `margin` of a preference row is used.
     """
 
     def __init__(
-        self, modalities: Collection[str], ignore: Sequence[str], preferences: PreferenceRows, labeled_responses: bool
+        self,
+        modalities: Collection[str],
+        ignore: Sequence[str],
+        preferences: PreferenceRows,
+        labeled_responses: bool,
+        reads_margin: bool = False,
     ) -> None:
         self.modalities = sorted(modalities)
         self.preferences = preferences
         self.labeled_responses = labeled_responses
+        self.scores = ("margin",) if reads_margin else ()
         self.ignored = frozenset(ignore)
         self.media_columns = {column for name in modalities for column in (name, f"{name}s")}
 
@@ -161,7 +168,7 @@ class RowFields:
         if prompt_fixes:
             raise BadRow(f"a preference row needs a prompt{suggestion(prompt_fixes)}", prompt_fixes)
         prompts = {*PROMPTS, *CHAT_PROMPTS}
-        self.check_used(present, {*response_fields, *prompts, *self.media_columns, "system", "tools"})
+        self.check_used(present, {*response_fields, *prompts, *self.media_columns, *self.scores, "system", "tools"})
         return True
 
     def check_conversation(self, present: Row, row: Row, fixes: Sequence[Fix] = ()) -> None:
@@ -235,7 +242,7 @@ class RowFields:
     def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
         """Return changes of the config that make a row with unused fields usable.
 
-        They either use the fields (with a preference loss), or drop them if this does not change what is trained. The
+        They either use the fields (with a preference loss), or drop them if this does not change the training. The
         list is empty if neither is possible.
 
         Args:

@@ -110,7 +110,7 @@ class MediaFolder:
                 raise BadMedia(f"{short_name} is empty")
         except FileNotFoundError:
             raise MissingMedia(f"{short_name} does not exist", name) from None
-        except (OSError, RuntimeError, ValueError) as error:  # for example long names, circular links and null bytes
+        except (OSError, RuntimeError, ValueError) as error:  # raised for long names, circular links and null bytes
             reason = getattr(error, "strerror", None) or error
             raise BadMedia(f"{short_name} is not a valid path: {reason}") from None
         return path

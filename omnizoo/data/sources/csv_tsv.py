@@ -26,7 +26,7 @@ class CsvFile(IndexedFile):
     def index(self) -> tuple[Rows, Rows, Rows]:
         """Read the file once, to find the records and the column names. See `IndexedFile.index`."""
         csv.field_size_limit(MAX_BYTES)  # this changes the limit of the whole process, 128 KiB per cell by default
-        line_ends = [0]  # byte at which each line ends, after the start of the file
+        line_ends = [0]  # byte offsets: start of the file, then the end of each line
 
         def lines() -> Iterator[str]:
             """Yield the lines as text, and record where they end."""

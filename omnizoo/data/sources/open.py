@@ -148,7 +148,7 @@ def open_path(
             f"{path}: the data source does not exist. Set the path of a JSONL, CSV, Parquet or tar file, or of a "
             "folder with such files."
         ) from None
-    except (OSError, ValueError) as error:  # for example missing access, long names, circular links and null bytes
+    except (OSError, ValueError) as error:  # raised for missing access, long names, circular links and null bytes
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: the data source is not readable: {reason}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

@@ -15,7 +15,7 @@ from omnizoo.data.row import STRUCTS, BadRow, Row, without_nulls
 from omnizoo.data.sources.base import FolderRows, MediaFolder
 
 if TYPE_CHECKING:
-    import pyarrow  # at run time, functions import it when they need it, because most runs read no Parquet
+    import pyarrow  # functions import pyarrow when they need it, because most runs read no Parquet
 
 MAX_ROWS_PER_BYTE = 1000  # a file whose footer states more rows per byte than this is damaged
 

@@ -89,7 +89,7 @@ class Remote:
         If the address cannot be reached, the latest copy is used and a warning is printed.
 
         Args:
-            choose: Receives the names of all files in the folder, and returns those to copy.
+            choose: Receives the names of all files in the folder, and returns the names of the files to copy.
 
         Returns:
             The local path of the file or folder.

@@ -11,7 +11,7 @@ NUM_CHECKED_ROWS = 64  # each renamed field must occur in at least one of the fi
 
 
 class RenamedRows(RowView):
-    """A source with renamed fields.
+    """A view of a source in which some fields have other names.
 
     Args:
         source: The source of the rows.

@@ -296,7 +296,7 @@ class EncodeFlops:
         positions = 0.0
         values = float(hop)  # values per frame; each strided convolution reduces this number
         for name, module in codec.named_modules():
-            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # not run by `encode`
+            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # `encode` does not run these
                 continue
             if isinstance(module, nn.Conv1d):
                 values = max(1.0, values / module.stride[0])

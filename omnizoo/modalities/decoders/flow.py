@@ -282,7 +282,7 @@ class Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.modulate.weight, std=0.02)  # not zeros, so that the condition has an effect from the start
+        nn.init.normal_(self.modulate.weight, std=0.02)  # nonzero, so that the condition has an effect from the start
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         shift, scale, *gate = self.modulate(condition).chunk(3 if self.residual else 2, -1)

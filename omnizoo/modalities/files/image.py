@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # color type -> number of channels
-MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10, and each one takes a pass over all pixels
+MAX_SCANS = 100  # in a progressive JPEG; encoders write about 10 scans, and each takes a pass over all pixels
 JPEG_FORMATS = ("JPEG", "MPO")  # names that Pillow gives to JPEG files with one image, and with several
 ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 

@@ -20,7 +20,7 @@ BYTE_TYPES = (1, 2, 6, 7)  # stored unchanged, for example a color profile
 NUMBER_FORMATS = {1: "B", 3: "H", 4: "I", 13: "I", 16: "Q"}  # TIFF type -> format character of struct
 PER_STRIP = (STRIP_OFFSETS, STRIP_SIZES, TILE_OFFSETS, TILE_SIZES)  # fields with one number for each strip or tile
 MAX_NUMBERS = 1 << 18  # numbers in any other field; the color map of a 16-bit palette has 196,608
-MAX_TILE_PIXELS = 1 << 28  # in all tiles together, because tiles at the right and lower edges extend beyond the image
+MAX_TILE_PIXELS = 1 << 28  # pixels of all tiles; tiles at the right and lower edges extend beyond the image
 # Compression scheme -> maximum compression ratio. Other schemes (such as LZMA) have no useful maximum.
 RATIOS = {1: 1, 5: 3000, 8: 1032, 32773: 64, 32946: 1032}  # raw, LZW, deflate, PackBits, deflate
 

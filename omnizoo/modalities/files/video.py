@@ -42,7 +42,7 @@ def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
 class VideoInfo:
     """Length and size of a video, or of the part that its row selects, from the header."""
 
-    name: str  # for error messages
+    name: str  # name of the item in error messages
     seconds: float  # duration
     frames: int
     rate: float  # frames per second

@@ -17,6 +17,7 @@ from omnizoo.modalities.frozen_tokenizer import diffusers_package
 from omnizoo.models.diffusion.expert_pair import EXPERTS, ExpertPair
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder, is_pipeline_folder
 from omnizoo.models.diffusion.recipe import (
+    COMPRESSION,
     DENOISER,
     Config,
     Shape,
@@ -29,6 +30,7 @@ from omnizoo.models.weights.recording import recording
 
 CLASS = "_class_name"
 BOUNDARY = "boundary_ratio"
+CONFIG = "_omnizoo_config"  # attribute of a transformer that stores its config, with the name of its class
 NOISE_RANGE = "_omnizoo_noise_range"  # attribute of a model: the noise shares on which it is trained
 
 
@@ -127,7 +129,10 @@ def _check_no_part(model: ModelSection, key: str) -> None:
 def _class_of(config: Mapping[str, Any], key: str) -> Any:
     """Return the class of a transformer, which must have a recipe."""
     class_name = str(config.get(CLASS))
-    diffusion_recipe_of(class_name, key)
+    recipe = diffusion_recipe_of(class_name, key)
+    for name, reason in recipe.unsupported.items():
+        if config.get(name):
+            raise UserError(f"{key}: {class_name} with {name}: {config[name]}: {reason}. Use another model.")
     package = diffusers_package(class_name)
     model_class = getattr(package, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, package.ModelMixin)):
@@ -142,7 +147,7 @@ def build_denoiser(model: ModelSection, device: str) -> nn.Module:
         UserError: If the section cannot be used, or its class has no recipe.
     """
     source = read_denoiser(model)
-    transformers = [_build_transformer(config, source.key, device) for config in source.configs.values()]
+    transformers = [build_transformer(config, source.key, device) for config in source.configs.values()]
     built = transformers[0]
     low, high = 0.0, 1.0
     if source.is_pair:
@@ -150,8 +155,11 @@ def build_denoiser(model: ModelSection, device: str) -> nn.Module:
         built = ExpertPair(transformers[0], transformers[1], source.boundary)
     elif source.boundary is not None and model.part is not None:
         low, high = (source.boundary, 1.0) if model.part == EXPERTS[0] else (0.0, source.boundary)
-    for module in (built, *transformers):
-        vars(module)[DENOISER] = diffusion_recipe_of(source.class_name, source.key)
+    recipe = diffusion_recipe_of(source.class_name, source.key)
+    vars(built)[DENOISER] = recipe
+    for module in transformers:
+        if recipe.compression is not None and source.pipeline is not None:
+            vars(module)[COMPRESSION] = recipe.compression(source.pipeline.vae_config)
     vars(built)[NOISE_RANGE] = low, high
     return built
 
@@ -162,8 +170,8 @@ def noise_range(model: nn.Module) -> tuple[float, float]:
     return low, high
 
 
-def _build_transformer(config: dict[str, Any], key: str, device: str) -> nn.Module:
-    """Build one transformer, without weights if the device is meta."""
+def build_transformer(config: Mapping[str, Any], key: str, device: str) -> nn.Module:
+    """Build one transformer, without weights if the device is meta. `config` has the field `_class_name`."""
     model_class = _class_of(config, key)
     try:
         with recording() as record, torch.device(device):
@@ -177,7 +185,16 @@ def _build_transformer(config: dict[str, Any], key: str, device: str) -> nn.Modu
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 vars(module)[name] = record.value(value, seed=0)
+    vars(built)[DENOISER] = diffusion_recipe_of(str(config[CLASS]), key)
+    vars(built)[CONFIG] = config
     return built
+
+
+def config_of_denoiser(model: nn.Module) -> Config:
+    """Return the config of a transformer, or of the first one of a pair, with the field `_class_name`."""
+    transformer = next(iter(transformers_of(model).values()))
+    config: Config = vars(transformer)[CONFIG]
+    return config
 
 
 def transformers_of(model: nn.Module) -> dict[str, nn.Module]:

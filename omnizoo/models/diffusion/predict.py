@@ -8,7 +8,7 @@ from torch import nn
 
 from omnizoo.models.diffusion.expert_pair import EXPERTS, ExpertPair
 from omnizoo.models.diffusion.latents import pack, unpack
-from omnizoo.models.diffusion.recipe import CHANNELS, TEXT, DiffusionRecipe, ForwardShapes
+from omnizoo.models.diffusion.recipe import CHANNELS, COMPRESSION, TEXT, DiffusionRecipe, ForwardShapes
 from omnizoo.models.diffusion.split import NewExchange, SharedTokens, sharing
 
 Conditions = Mapping[str, torch.Tensor]
@@ -140,6 +140,7 @@ def forward_inputs(
             batch=noisy.shape[0],
             dtype=noisy.dtype,
             device=noisy.device,
+            compression=vars(model).get(COMPRESSION),
         )
         inputs |= recipe.arguments(shapes)
     return inputs
@@ -167,7 +168,7 @@ def _shared_tokens(
     assert recipe.split is not None, "checked when the model is parallelized"
     frames, height, width = recipe.grid(model.config, _with_frames(noisy).shape[1:])
     text_tokens = condition[TEXT].shape[1] if TEXT in recipe.split.streams else None
-    return SharedTokens.of(sequence, frames * height * width, text_tokens)
+    return SharedTokens.of(sequence, frames * height * width, text_tokens, recipe.split.needs_text)
 
 
 def _with_frames(latents: torch.Tensor) -> torch.Tensor:

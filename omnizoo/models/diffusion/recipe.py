@@ -18,6 +18,7 @@ from torch import nn
 from omnizoo.config.errors import UserError
 
 DENOISER = "_omnizoo_denoiser"  # attribute of a model that stores its recipe
+COMPRESSION = "_omnizoo_compression"  # attribute of a transformer that stores the pixels per latent
 CHANNELS = "channels"  # in `Condition.argument`: concatenated with the noisy latents along the channels
 LATENTS = "latents"  # stream of tokens of the noisy latents
 TEXT = "text"  # stream of text tokens
@@ -48,6 +49,7 @@ class ForwardShapes:
     batch: int
     dtype: torch.dtype
     device: torch.device
+    compression: Grid | None = None  # pixels per latent of the pipeline's autoencoder; None if unknown
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Split:
     gathered: str = "proj_out"  # module whose output contains the tokens of the latents, to be made whole
     # Attention modules over the cut tokens -> streams that they attend over.
     attention: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs_text: bool = False  # whether the model's code fails if a rank holds no text token
     # Attention modules that need no communication: they run before the cut, or attend to tokens that are not cut.
     local_attention: tuple[str, ...] = ()
 
@@ -100,6 +103,8 @@ class DiffusionRecipe:
     output_sign: float = 1.0  # factor between the output and noise - data
     # Further arguments of forward, such as position ids.
     arguments: Callable[[ForwardShapes], dict[str, Any]] | None = None
+    compression: Callable[[Config], Grid] | None = None  # config of the autoencoder -> pixels per latent, if needed
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # config field that must not be set -> reason
     trims_text: bool = False  # whether masked text tokens may be dropped; otherwise the published length is kept
     attends_text: bool = True  # whether attention over the latents includes the text tokens
     heads: str = "num_attention_heads"  # config field with the number of attention heads

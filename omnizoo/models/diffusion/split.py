@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from omnizoo.config.errors import UserError
-from omnizoo.models.diffusion.recipe import LATENTS, Cut, Split
+from omnizoo.models.diffusion.recipe import LATENTS, TEXT, Cut, Split
 from omnizoo.ops.attention.packed import Pattern
 from omnizoo.ops.compiled_blocks import graph_break
 
@@ -50,11 +50,14 @@ class SharedTokens:
     """The slices of one batch. All samples of the batch have the same number of tokens."""
 
     counts: Mapping[str, Sequence[int]]  # stream -> number of tokens of each rank
+    has_extra_text: bool  # whether this rank holds a copy of a text token, which takes no part in attention
     exchanges: Mapping[frozenset[str], TokenExchange]  # by the streams that attend to each other
 
     @classmethod
-    def of(cls, new_exchange: NewExchange, latents: int, text: int | None) -> "SharedTokens":
+    def of(cls, new_exchange: NewExchange, latents: int, text: int | None, needs_text: bool) -> "SharedTokens":
         """Assign tokens to ranks. `text` is the number of text tokens, or None if text is not cut.
+
+        If `needs_text`, a rank without text tokens holds a copy of the first one.
 
         The ranks hold equal numbers of tokens of the latents, and also of latents and text together, up to one token.
         Attention over all tokens does not depend on their order, so each rank holds one contiguous slice per stream.
@@ -64,9 +67,10 @@ class SharedTokens:
         exchanges = {frozenset([LATENTS]): exchange}
         if text is not None:
             joint = new_exchange([latents + text])
-            counts["text"] = [total - part for total, part in zip(joint.tokens, exchange.tokens, strict=True)]
+            counts[TEXT] = [total - part for total, part in zip(joint.tokens, exchange.tokens, strict=True)]
             exchanges[frozenset(counts)] = joint
-        return cls(counts=counts, exchanges=exchanges)
+        has_extra_text = needs_text and text is not None and not counts[TEXT][exchange.rank]
+        return cls(counts=counts, exchanges=exchanges, has_extra_text=has_extra_text)
 
     @property
     def rank(self) -> int:
@@ -74,9 +78,13 @@ class SharedTokens:
         return self.exchanges[frozenset([LATENTS])].rank
 
     def cut(self, tensor: Any, cut: Cut, place: str) -> Any:
-        """Return this rank's slice of a tensor. None stays None."""
+        """Return this rank's slice of a tensor, or of each tensor of a tuple. None stays None."""
         if tensor is None:
             return None
+        if isinstance(tensor, tuple):
+            return tuple(self.cut(part, cut, place) for part in tensor)
+        if cut.stream == TEXT and self.has_extra_text:
+            return tensor.narrow(cut.dim, 0, 1)
         counts = self.counts[cut.stream]
         assert tensor.shape[cut.dim] == sum(counts), f"{place}: {tuple(tensor.shape)}, {cut}, {counts}"
         starts = [0, *accumulate(counts)]
@@ -197,7 +205,13 @@ class DistributedAttention:
         shared = self.state.shared
         assert shared is not None
         local_tokens = sum(shared.counts[stream][shared.rank] for stream in self.streams)
-        mode = _ExchangeMode(shared.exchanges[self.streams], local_tokens, self.name, self.state.trims_text)
+        mode = _ExchangeMode(
+            exchange=shared.exchanges[self.streams],
+            local_tokens=local_tokens,
+            name=self.name,
+            ignores_mask=self.state.trims_text,
+            has_extra_token=shared.has_extra_text and TEXT in self.streams,
+        )
         with mode:
             out = self.forward(*args, **kwargs)
         if mode.num_calls != 1:
@@ -212,8 +226,11 @@ class DistributedAttention:
 class _ExchangeMode(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by attention over the tokens of all ranks."""
 
-    def __init__(self, exchange: TokenExchange, local_tokens: int, name: str, ignores_mask: bool) -> None:
+    def __init__(
+        self, exchange: TokenExchange, local_tokens: int, name: str, ignores_mask: bool, has_extra_token: bool
+    ) -> None:
         super().__init__()
+        self.has_extra_token = has_extra_token
         self.ignores_mask = ignores_mask
         self.exchange = exchange
         self.local_tokens = local_tokens
@@ -243,6 +260,8 @@ class _ExchangeMode(TorchFunctionMode):
 
         If text is trimmed to its mask, every token of a sample is visible, so a mask is ignored.
         """
+        if self.has_extra_token:  # the last token, because the models that need one join latents and text
+            query, key, value = query[:, :, :-1], key[:, :, :-1], value[:, :, :-1]
         tokens = {query.shape[2], key.shape[2], value.shape[2]}
         has_mask = attn_mask is not None and not self.ignores_mask
         if tokens != {self.local_tokens} or is_causal or dropout_p or has_mask:
@@ -256,7 +275,8 @@ class _ExchangeMode(TorchFunctionMode):
         for sample in range(query.shape[0]):
             q, k, v = (x[sample : sample + 1] for x in (query, key, value))
             samples.append(self.exchange(q, k, v, pattern).transpose(1, 2))
-        return torch.cat(samples)
+        out = torch.cat(samples)
+        return F.pad(out, (0, 0, 0, 1)) if self.has_extra_token else out
 
 
 def split_tokens(model: nn.Module, split: Split, trims_text: bool) -> None:

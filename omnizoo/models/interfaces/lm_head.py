@@ -71,7 +71,7 @@ class Head:
     def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
         """Return `Logits` that call `forward`, the original forward of the head module."""
         linear = None
-        if getattr(forward, "__func__", None) is nn.Linear.forward:  # not a subclass or a replaced forward
+        if getattr(forward, "__func__", None) is nn.Linear.forward:  # `forward` is that of a plain linear layer
             assert isinstance(self.module, nn.Linear)
             linear = LinearHead(self.module.weight, self.module.bias, self.scale, self.cap)
         return Logits(lambda rows: self.after(forward(rows)), linear)

@@ -207,7 +207,7 @@ def bind_states(model: nn.Module) -> int:
         global_names = {**forward.__globals__, **replacements}
         rebound = FunctionType(code, global_names, code.co_name, forward.__defaults__, forward.__closure__)
         rebound.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = graph_break(MethodType(rebound, module))  # only for this instance
+        module.forward = graph_break(MethodType(rebound, module))  # replaces `forward` of this instance only
         vars(module)[BOUND] = tuple(names)
         num_bound += 1
     return num_bound

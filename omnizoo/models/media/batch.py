@@ -122,7 +122,7 @@ def exchange_media(
         encoder = encoders.get(ports[0])
         if encoder is not None:
             features |= media.encode(ports, encoder)
-    features = {port: features[port] for port in encoders}  # in the order of the ports
+    features = {port: features[port] for port in encoders}  # sorted in the order of the ports
 
     targets = {port: media.targets(port, decoder) for port, decoder in decoders.items()}
     return media.transport.exchange(features | targets)

@@ -1,4 +1,4 @@
-"""Record what a constructor does to tensors on meta, and replay it for one tensor at a time.
+"""Record the operations of a constructor on meta tensors, and replay them for one tensor at a time.
 
 A model on meta takes no memory, but the values that its constructor computes are lost. A recording contains every
 operation. The value of any parameter or buffer can be computed later, exactly as the constructor and the model's

@@ -21,7 +21,7 @@ class BidirectionalTokens:
 
     tokens: tuple[int, ...]  # token ids
     modalities: tuple[str, ...] = ()  # modalities whose placeholder tokens have these ids
-    everywhere: bool = True  # True: in all layers; False: only in layers with a sliding window
+    everywhere: bool = True  # whether this applies in all layers, not only in layers with a sliding window
     over_windows: bool = False  # whether tokens also attend to earlier tokens of their span outside the window
 
     def pairs_ahead(self, runs: Iterable[tuple[str, int]]) -> int:

@@ -81,7 +81,7 @@ class HostBuffers:
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Context manager: use the copy stream, after all work launched so far and concurrently with later work."""
+        """Context manager: run copies on the copy stream, after all earlier work and in parallel with later work."""
         if self._stream is None:
             self._stream = self._module.Stream()
         self._stream.wait_stream(self._module.current_stream())

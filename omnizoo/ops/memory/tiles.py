@@ -247,7 +247,7 @@ def _operator_name(func: Any) -> str:
 def _keeps_rows(func: Any, args: Sequence[Any]) -> bool:
     """Whether the operator is known to compute each row independently."""
     name = _operator_name(func)
-    if name in MATMULS:  # rows may be multiplied by weights, but not by rows
+    if name in MATMULS:  # rows may be multiplied by weights, but not by other rows
         return sum(_has_rows(x) for x in args if isinstance(x, torch.Tensor)) == 1
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_pointwise = torch.Tag.pointwise in func.tags

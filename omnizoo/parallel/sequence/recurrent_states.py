@@ -251,7 +251,7 @@ class Recurrence:
         return result
 
     def _plan_sending(self, needed_rows: Iterator[tuple[int, int, int]]) -> tuple[Sending, list[int]]:
-        """Plan an exchange of rows.
+        """Plan which rows this rank sends to and receives from each rank.
 
         Args:
             needed_rows: (rank that needs a row, rank that holds it, index of the row there), in the same order on all

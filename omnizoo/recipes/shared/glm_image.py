@@ -17,7 +17,7 @@ from omnizoo.recipes.shared.qwen_image import QwenImageEncoder
 from omnizoo.recipes.shared.qwen_video import QwenVideoEncoder
 
 BEGIN, END = "<|begin_of_image|>", "<|end_of_image|>"
-SIZE = {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}  # in pixels, summed over all frames of a step
+SIZE = {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}  # number of pixels, summed over all frames of a step
 
 
 class GlmImageEncoder(QwenImageEncoder):

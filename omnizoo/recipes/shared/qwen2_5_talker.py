@@ -193,7 +193,7 @@ class Qwen25Talker(Talker):
         if not len(targets):
             return np.zeros(0, np.float32)
         voice = self.voices_by_name[self.voice(options.get("speaker"), "--speaker")]
-        codec = self.model.token2wav.float()  # in fp32, as in the model's own `generate`
+        codec = self.model.token2wav.float()  # decode in fp32, as the model's own `generate` does
         device = targets.device
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -38,7 +38,7 @@ SMALL_DEEPSTACK = {
     "text_config": SMALL_MROPE | {"num_hidden_layers": 3},
     "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
 }
-SMALL_PARTIAL_ROTARY = {  # for rotary embedding of a part of each head
+SMALL_PARTIAL_ROTARY = {  # sizes for models that rotate only a part of each head
     "text_config": {"rope_parameters": {"partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}},
     "vision_config": {"num_position_embeddings": 16},
 }

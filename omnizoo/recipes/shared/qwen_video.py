@@ -211,7 +211,7 @@ class InterpolatedVideoEncoder(InterpolatedImageEncoder, QwenVideoEncoder):
 class TimedVideoEncoder(InterpolatedVideoEncoder):
     """Video encoder of Qwen3-VL and later. It inserts the time as text before each step.
 
-    `min_pixels` and `max_pixels` limit the sum over all frames of a video.
+    `min_pixels` and `max_pixels` limit the total number of pixels of all frames.
     """
 
     def choose(self, video: VideoInfo) -> list[int]:
@@ -242,8 +242,8 @@ class TimedVideoEncoder(InterpolatedVideoEncoder):
 def timed_modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     """Build the encoders of Qwen3-VL.
 
-    The option `outer_markers` of videos sets whether vision markers surround the whole video, in addition to those of
-    each step. transformers keeps the outer pair since version 5; version 4.57 and vLLM replace it.
+    The option `outer_markers` of videos sets whether vision markers surround the whole video, in addition to the
+    markers of each step. transformers keeps the outer pair since version 5; version 4.57 and vLLM replace it.
     """
     video_options = dict(options.get("video", {}))
     outer_markers = video_options.pop("outer_markers", True)

@@ -77,7 +77,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
                 "Use equal numbers."
             )
         for module in (*self.codec.modules(), *self.depth.modules()):
-            if isinstance(module, PreTrainedModel):  # not packed, because a sequence is one clip or frame
+            if isinstance(module, PreTrainedModel):  # no packing: a sequence is one clip or frame
                 module.config._attn_implementation = "sdpa"
 
     @property

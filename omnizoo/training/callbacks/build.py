@@ -13,14 +13,14 @@ from omnizoo.training.callbacks.early_stop import EarlyStop
 
 
 def user_callbacks(config: Config, callbacks: Sequence[Callback]) -> list[CallbackEntry]:
-    """Return the callbacks of `log.callbacks`, followed by those that were passed to `train`.
+    """Return the callbacks of `log.callbacks`, followed by the callbacks that were passed to `train`.
 
     Args:
         config: The config of the run.
         callbacks: The callbacks that were passed to `train`.
 
     Raises:
-        UserError: If a callback cannot be built, or its methods do not match those of `Callback`.
+        UserError: If a callback cannot be built, or its methods do not match the class `Callback`.
     """
     entries = []
     for index, settings in enumerate(config.log.callbacks):
@@ -32,7 +32,7 @@ def user_callbacks(config: Config, callbacks: Sequence[Callback]) -> list[Callba
             entries.append(CallbackEntry(cls(**settings.options), key, kind))
         except UserError:
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise any exception
             raise UserError(f"{key}: {kind} cannot be built: {named_line(error)}. Expected {EXPECTED}.") from error
     for index, callback in enumerate(callbacks):
         key = f"callbacks[{index}]"

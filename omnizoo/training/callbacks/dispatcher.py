@@ -84,25 +84,25 @@ class Callbacks:
         return requests
 
     def start(self, event: StartEvent) -> None:
-        """Call `on_start`. Raises a `UserError` if a logger cannot write."""
+        """Call `on_start` of all callbacks. Raises a `UserError` if a logger cannot write."""
         self._step = event.step
         self._call("on_start", event)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Call `on_step`."""
+        """Call `on_step` of all callbacks."""
         self._step = step
         self._call("on_step", StepEvent(step, MappingProxyType(dict(metrics))))
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Call `on_evaluation`."""
+        """Call `on_evaluation` of all callbacks."""
         self._call("on_evaluation", EvaluationEvent(step, MappingProxyType(dict(metrics))))
 
     def save(self, step: int, path: Path) -> None:
-        """Call `on_save`."""
+        """Call `on_save` of all callbacks."""
         self._call("on_save", SaveEvent(step, path))
 
     def end(self, outcome: Literal["done", "stopped", "failed"], error: str | None = None) -> None:
-        """Call `on_end` once. Later calls, for example by the error handling of the loop, have no effect."""
+        """Call `on_end` of all callbacks once. Later calls, such as by error handling, have no effect."""
         if not self._ended:
             self._ended = True
             self._call("on_end", EndEvent(self._step, outcome, error))

@@ -36,6 +36,8 @@ KINDS = {
     "gspo": "omnizoo.training.losses.policy:GSPO",
     "orpo": "omnizoo.training.losses.preference:ORPO",
     "simpo": "omnizoo.training.losses.preference:SimPO",
+    "reward": "omnizoo.training.losses.scores:Reward",
+    "classification": "omnizoo.training.losses.scores:Classification",
 }
 INPUT_KINDS = {  # method -> number of arguments; a loss overrides one of them
     "from_logits": 2,
@@ -77,7 +79,7 @@ class Loss:
     Attributes:
         metrics: Names of additional values to report.
         metric_sums: The sum of each metric over this rank's part of the micro-batch, set by each call.
-        required_columns: Names of per-token values that samples must have in `batch.columns`, such as those of
+        required_columns: Names of per-token values that samples must have in `batch.columns`, such as the values of
             `omnizoo.Rollout`.
     """
 
@@ -237,7 +239,7 @@ class NamedLoss:
 
 
 def build_losses(config: Config) -> list[NamedLoss]:
-    """Build the losses of `train.losses`. No model is needed, so mistakes are found before anything is loaded.
+    """Build the losses of `train.losses`. No model is needed, so mistakes are found before weights are loaded.
 
     Raises:
         UserError: If a loss cannot be imported, or its options or methods do not match the contract.

@@ -1,7 +1,7 @@
 """Losses on the log-probabilities of single tokens or of complete responses.
 
 With sequence parallelism, several ranks have tokens of the same response. Each rank sums the values of its tokens, and
-an all-reduce adds these sums, one number per response. Losses and gradients therefore match those of one process.
+an all-reduce adds these sums, one number per response. Losses and gradients therefore match a run in one process.
 """
 
 from functools import partial

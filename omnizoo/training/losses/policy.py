@@ -37,7 +37,7 @@ class Policy(LogProbabilityLoss):
         self.required_columns = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
 
     def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        if OLD not in batch.columns:  # only dummy packs, on all ranks of the sequence-parallel group
+        if OLD not in batch.columns:  # all packs are dummy packs, on all ranks of the sequence-parallel group
             self.metric_sums = {name: scores.new_zeros(()) for name in self.metrics}
             return 0 * scores.sum()
         dtype = scores.dtype

@@ -1,6 +1,6 @@
 """Adafactor. It stores the second moment of a matrix as the product of a column and a row vector, to save memory.
 
-The formulas are those of `torch.optim.Adafactor`. That class fails on sharded parameters (torch 2.13), because it
+The formulas are the same as in `torch.optim.Adafactor`. That class fails on sharded parameters (torch 2.13), because it
 squares a norm in place before the norm has been summed over ranks.
 """
 

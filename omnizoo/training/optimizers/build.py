@@ -107,7 +107,7 @@ class OptimizerGroup(torch.optim.Optimizer):
 
 
 def check_optimizer(config: Config) -> None:
-    """Check the kinds and options of the optimizer before anything is loaded.
+    """Check the kinds and options of the optimizer before weights are loaded.
 
     Raises:
         UserError: If a kind or an option is invalid, or cannot be combined with `parallel.offload`.
@@ -287,7 +287,7 @@ def _to_json(options: Mapping[str, Any]) -> str:
 
 
 def _class_of(choice: Choice) -> Any:
-    """Return the optimizer class, and check the options of a plugin. The config has checked those of built-in kinds."""
+    """Return the optimizer class, and check the options of a plugin. The config has checked built-in kinds."""
     key = choice.key
     kind = KINDS.get(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:

@@ -78,7 +78,7 @@ class Profiler:
             self._recording.close()
 
     def _start_recording(self) -> ExitStack:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # by default, torch 2.13 prints to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch 2.13 from printing to stderr
         self._profile = profile(activities=recorded_activities(self._objective.mesh.device), record_shapes=True)
         recording = ExitStack()
         recording.enter_context(patch.object(self._objective.phases, "enter", self._name_phase))
