@@ -7,6 +7,7 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.sections.train import BatchWarmup
 from omnizoo.models.adapters.lora import attached, matches
 from omnizoo.models.build import build_model
 from omnizoo.models.diffusion.denoiser import is_denoiser, small_denoiser
@@ -21,6 +22,7 @@ PACK_TOKENS = 96  # maximum pack length
 DENOISER_TOKENS = 150  # maximum pack length for a diffusion transformer: one to five samples
 TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
+SAMPLES_PER_RANK = 3  # with `train.samples_per_step`
 
 
 def shrink(config: Config, world: int, precision: str) -> Config:
@@ -40,7 +42,9 @@ def shrink(config: Config, world: int, precision: str) -> Config:
             "model: training uses random numbers (dropout, jitter) that depend on the layout, and that no field of the "
             "model config turns off. Verify the model without them."
         )
-    data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
+    data: dict[str, Any] = {"lanes": world, "workers": 0}
+    if config.train.samples_per_step is None:
+        data["look_ahead"] = 16
     # Packs keep their size if they contain media items or preference pairs, because these might not fit into smaller
     # packs.
     if not reads_media(config.model) and config.preference_pairs == "refused":
@@ -59,6 +63,10 @@ def _with_small_steps(config: Config, world: int, precision: str) -> Config:
         parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
     train: dict[str, Any] = {"steps": 3, "epochs": None, "warmup_steps": 0, "warmup_ratio": 0.0}
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
+    if config.train.samples_per_step is not None:
+        train["samples_per_step"] = SAMPLES_PER_RANK * world
+    if config.train.batch_warmup is not None:  # the sizes of the three steps are 1/2, 3/4 and 1
+        train["batch_warmup"] = BatchWarmup(steps=2, start=0.5)
     return config.changed(train=train, parallel=parallel)
 
 
@@ -68,7 +76,9 @@ def _shrink_denoiser(config: Config, world: int, precision: str) -> Config:
     small = config.model.model_copy(
         update={"path": None, "config": small_denoiser(config.model), "pipeline": str(folder.path), "part": None}
     )
-    data = {"look_ahead": 16, "lanes": world, "workers": 0, "pack_tokens": DENOISER_TOKENS, "text_dropout": 0.0}
+    data: dict[str, Any] = {"lanes": world, "workers": 0, "pack_tokens": DENOISER_TOKENS, "text_dropout": 0.0}
+    if config.train.samples_per_step is None:
+        data["look_ahead"] = 16
     config = _with_small_steps(config, world, precision).changed(data=data)
     return config.model_copy(update={"model": _with_adapter(small, config.model)})
 
