@@ -11,11 +11,11 @@ from pydantic import model_validator
 
 from omnizoo.config.sections.base import ConfigSection
 from omnizoo.config.sections.checkpoint import CheckpointSection
-from omnizoo.config.sections.data import DataSection, fitting_lanes
+from omnizoo.config.sections.data import SAMPLES_PER_LANE, DataSection, fitting_lanes
 from omnizoo.config.sections.evaluation import EvaluationSection
 from omnizoo.config.sections.log import LogSection
-from omnizoo.config.sections.loss_options import PREFERENCES, ROUTER_LOSSES
-from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.sections.loss_options import PREFERENCES, ROUTER_LOSSES, SCORE_LOSSES
+from omnizoo.config.sections.model import ModelSection, ScoreHead
 from omnizoo.config.sections.optimizer import OptimizerSection
 from omnizoo.config.sections.parallel import ParallelSection
 from omnizoo.config.sections.train import LossSettings, TrainSection
@@ -102,16 +102,24 @@ class Config(ConfigSection):
         updates = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updates)
 
+    def with_packs_per_step(self, packs: int) -> "Config":
+        """Return a copy of the config whose steps all have this number of packs."""
+        sizes = {"packs_per_step": packs, "tokens_per_step": None, "samples_per_step": None, "batch_warmup": None}
+        return self.changed(train=sizes)
+
     @model_validator(mode="before")
     @classmethod
     def _derive_defaults(cls, value: Any) -> Any:
-        """Derive `train.packs_per_step` from `train.tokens_per_step`, and the default of `data.lanes`."""
+        """Derive `train.packs_per_step`, `model.score_head` and the default of `data.lanes` from other keys."""
         if not isinstance(value, dict):
             return value
-        value = _with_packs_per_step(value)
+        value = _with_score_head(_with_packs_per_step(value))
         data = value.get("data")
         if isinstance(data, dict) and data.get("lanes") is None:
             packs = _value_of(value.get("train"), "packs_per_step")
+            samples = _value_of(value.get("train"), "samples_per_step")
+            if type(samples) is int and samples > 0:
+                packs = max(1, samples // SAMPLES_PER_LANE)
             if type(packs) is not int or packs <= 0:  # validation reports an invalid value
                 packs = TrainSection.model_fields["packs_per_step"].default
             value |= {"data": data | {"lanes": fitting_lanes(packs)}}
@@ -127,6 +135,26 @@ class Config(ConfigSection):
                     f"train.losses.{i} ({loss.kind}): the name {loss.label!r} is already used by the loss of "
                     f"model.modalities.{loss.label}.decoder. Set another `name`."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_score_head(self) -> "Config":
+        """Check that the model can have a head for scores, and that nothing generates text with it."""
+        losses = [loss.kind for loss in self.train.losses if loss.kind in SCORE_LOSSES]
+        if not losses:
+            if self.model.score_head is not None:
+                raise ValueError(
+                    "model.score_head: set automatically by the losses reward and classification. Remove it."
+                )
+            return self
+        if self.model.module or self.model.given is not None or self.model.foundation is not None:
+            raise ValueError(
+                f"train.losses: {losses[0]} needs a Hugging Face model whose family has a sequence classification "
+                "class. Set model.path or model.config."
+            )
+        if self.evaluation.samples or self.evaluation.metrics:
+            key = "samples" if self.evaluation.samples else "metrics"
+            raise ValueError(f"evaluation.{key}: a model trained with {losses[0]} generates no text. Remove the key.")
         return self
 
     @model_validator(mode="after")
@@ -149,6 +177,17 @@ class Config(ConfigSection):
             raise ValueError(
                 f"train.epochs: every row is read equally often, but data.sources have the weights {listed}. Remove "
                 "the weights, or set train.steps."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_look_ahead(self) -> "Config":
+        """Check that `data.look_ahead` is not set if the samples of a step are packed separately."""
+        samples = self.train.samples_per_step
+        if samples is not None and self.data.look_ahead is not None:
+            raise ValueError(
+                f"data.look_ahead: {self.data.look_ahead} has no effect with train.samples_per_step: {samples}. Only "
+                "samples of the same step are packed together. Remove data.look_ahead."
             )
         return self
 
@@ -182,6 +221,34 @@ def _without_cache(loss: LossSettings) -> LossSettings:
         return loss
     options = {name: value for name, value in loss.options.items() if name != "reference_cache"}
     return loss.model_copy(update={"options": options})
+
+
+def _with_score_head(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the config values with `model.score_head`, derived from the loss on scores if there is one.
+
+    Texts to classify then end without an end-of-sequence token by default, as in transformers' pipelines.
+    """
+    model: Any = value.get("model")
+    data: Any = value.get("data")
+    losses = _value_of(value.get("train"), "losses")
+    for loss in losses if isinstance(losses, list) and model is not None else ():
+        kind = _value_of(loss, "kind")
+        options = _value_of(loss, "options")
+        options = options if isinstance(options, dict) else {}
+        head: dict[str, Any] = {"labels": ["reward"], "problem": "reward"}
+        if kind == "classification":
+            head = {"labels": options.get("labels"), "problem": options.get("problem") or "single"}
+            if isinstance(data, dict) and data.get("append_eos") is None:
+                value |= {"data": data | {"append_eos": False}}
+        elif kind != "reward":
+            continue
+        if not isinstance(head["labels"], list):
+            continue  # validation of the options reports the error
+        if isinstance(model, dict):
+            value |= {"model": model | {"score_head": head}}
+        else:
+            value |= {"model": model.model_copy(update={"score_head": ScoreHead.model_validate(head)})}
+    return value
 
 
 def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:

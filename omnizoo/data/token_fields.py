@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 
 IGNORE_INDEX = -100  # label of a token without a target, as in torch's cross entropy
+CLASSES = "classes"  # column with the labels of samples to classify
+MARGIN = "margin"  # column with the reward margins of preference pairs
 COUNT = "count"  # fill value that stands for the numbers 0, 1, 2, ... within each sample or pack
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -39,11 +41,42 @@ TOKEN_FIELDS = {
         TokenField("labels", np.int32, fill=IGNORE_INDEX, is_next_token=True, at_targets=True),
         TokenField("position_ids", None, fill=COUNT, restarts=True),
         TokenField("loss_weights", np.float32, fill=1.0, is_next_token=True, at_targets=True),
+        # Every token of a sample has the same value, which is read at the last one. With several labels per sample, the
+        # column is [words, tokens]: bit i of word w states whether the sample has label `w * WORD_BITS + i`.
+        TokenField(CLASSES, np.int32, fill=0, at_targets=True),
+        TokenField(MARGIN, np.float64, fill=0.0, at_targets=True),
         # `collate` computes these from the lengths of packs and segments.
         TokenField("pack_of_token", np.int64, fill=-1),
         TokenField("sample_of_token", np.int64, fill=-1),
     )
 }
+
+
+WORD_BITS = 31  # labels per number in the column `CLASSES`
+
+
+def pack_labels(labels: Sequence[int], num_labels: int) -> npt.NDArray[np.int32]:
+    """Return the bits of a set of labels, `[words]`."""
+    words = np.zeros(-(-num_labels // WORD_BITS), np.int32)
+    for label in labels:
+        words[label // WORD_BITS] |= 1 << (label % WORD_BITS)
+    return words
+
+
+def unpack_labels(words: torch.Tensor, num_labels: int) -> torch.Tensor:
+    """Return whether each sample has each label, `[samples, labels]`, from the words of `pack_labels`, `[words,
+    samples]`."""
+    shifts = torch.arange(WORD_BITS, device=words.device)
+    bits = (words[:, :, None] >> shifts) & 1  # [words, samples, WORD_BITS]
+    return bits.transpose(0, 1).flatten(1)[:, :num_labels].bool()
+
+
+def score_last_tokens(columns: Columns, lengths: Sequence[int]) -> Columns:
+    """Make the last token of each segment the only target, for a model that scores samples. Its label is 0."""
+    labels = np.full_like(columns["labels"], IGNORE_INDEX)
+    labels[np.cumsum(lengths) - 1] = 0
+    kept = {name: column for name, column in columns.items() if name != "loss_weights"}
+    return kept | {"labels": labels}
 
 
 def field_of(name: str) -> TokenField:

@@ -32,6 +32,7 @@ from omnizoo.models.hf_private import (
 )
 from omnizoo.models.interfaces.attention import carry_pack
 from omnizoo.models.interfaces.recurrent import bind_states, has_states
+from omnizoo.models.interfaces.score_head import HEAD, use_score_head
 from omnizoo.models.media.composed_config import language_config
 from omnizoo.models.read_config import read_generation_config, read_model_config, tokenizer_folder
 from omnizoo.models.recipe import store_recipe
@@ -69,6 +70,8 @@ def build_model(model: ModelSection, precision: str, device: str = "meta") -> nn
     store_recipe(built, model)
     if model.adapter is not None:
         settings = adapter_settings(model.adapter)
+        if model.score_head is not None and HEAD not in settings.modules_to_save:
+            settings = settings.model_copy(update={"modules_to_save": [*settings.modules_to_save, HEAD]})
         check_base(built, settings)
         with torch.device(device):
             attach(built, settings, MASTER_DTYPE[precision], FROZEN_DTYPE[precision])
@@ -200,6 +203,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
 def _keep_samples_apart(built: PreTrainedModel, attention: str, key: str) -> None:
     """Prevent attention and recurrent layers of `built` from mixing the samples of a pack."""
     use_inner_forward(built)
+    use_score_head(built)
     keep_states_apart(language_model(built), key)
     _set_attention(language_model(built), attention)
 

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForTextToWaveform,
     PretrainedConfig,
     PreTrainedModel,
@@ -52,6 +53,7 @@ PACKED = "packed"  # name of our attention in transformers' attention interface
 # one call. Otherwise, they make one call per item and read its length from the device. Language models do not use this
 # name, because some of them would pad the values.
 PACKED_TOWER = "packed_flash"
+SEQUENCE_CLASSIFICATION = "ForSequenceClassification"  # end of the names of classes with a score head
 
 
 @cache
@@ -106,12 +108,25 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     return any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
 
 
-def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """Return transformers' auto class of text-generating models for this config, or None.
+def has_score_head(config: PretrainedConfig) -> bool:
+    """Whether a config describes a sequence classification model."""
+    return any(str(name).endswith(SEQUENCE_CLASSIFICATION) for name in config.architectures or ())
 
-    For a config with sub-configs, prefer the multimodal auto class: the causal one may build only the language model
+
+def classification_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class of sequence classification models for this config, or None."""
+    return AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+
+
+def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """Return transformers' auto class for this config, or None.
+
+    It builds a sequence classification model if the config describes one, otherwise a model that generates text. For a
+    config with sub-configs, prefer the multimodal auto class: the causal one may build only the language model
     and ignore the other weights.
     """
+    if has_score_head(config):
+        return AutoModelForSequenceClassification if classification_class(config) is not None else None
     remote = getattr(config, "auto_map", None) or {}
     builders = (AutoModelForCausalLM, AutoModelForMultimodalLM)
     for builder in builders[::-1] if config.sub_configs else builders:

@@ -20,6 +20,7 @@ from omnizoo.config.sections.model import EncoderSettings, ModalitySettings, Mod
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.check_config_fields import check_shape, config_of
 from omnizoo.models.folder_kind import check_family, describe_config, describe_folder
+from omnizoo.models.interfaces.score_head import describe_score_head
 from omnizoo.models.media import composed as _registers_composed_models  # noqa: F401 - with transformers' auto classes
 from omnizoo.models.media.composed_config import OmniConfig
 from omnizoo.models.untrusted_folders import check_settings, read_json
@@ -35,6 +36,8 @@ def read_model_config(model: ModelSection) -> Any:
     # A missing tokenizer is an error only if `resize_vocabulary` is set.
     if may_grow(model) and (has_tokenizer or model.resize_vocabulary):
         grow(config, len(load_tokenizer(model)), model)
+    if model.score_head is not None:
+        describe_score_head(config, model.score_head, "model.path" if model.path else "model.config")
     return config
 
 

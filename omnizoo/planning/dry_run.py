@@ -288,20 +288,23 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
         balancer: Provides the cost of a pack and the number of ranks that load packs.
         media: Settings of the model for the data loader.
     """
-    num_packs = config.train.packs_per_step
-    packs_per_rank = num_packs // balancer.mesh.layout.dp
+    train, dp = config.train, balancer.mesh.layout.dp
+    num_packs = train.samples_per_step or train.packs_per_step
     try:
         if config.data.sources[0].path == NO_DATA:
             raise UserError("data.sources is not set")
         packs = read_packs(config, model, media)
         packs.sort(key=lambda pack: -balancer.pack_cost.with_media(pack))
-        costliest = packs[:packs_per_rank]
+        if train.samples_per_step is not None:
+            num_packs = -(-train.samples_per_step * len(packs) // sum(len(pack.lengths) for pack in packs))
+        costliest = packs[: max(1, num_packs // dp)]
         description = f"the {len(costliest)} costliest of the first {len(packs)} packs of data.sources"
     except UserError as error:
         tokens = config.data.pack_tokens
         columns = make_columns(input_ids=np.zeros(tokens), labels=np.zeros(tokens))
         costliest = [Pack(0, columns, [tokens], ["text"])]
         description = f"one text of {tokens:,} tokens per pack, because no data can be read: {error}"
+    num_packs += -num_packs % (dp * train.micro_batch)  # only if steps are defined by samples
     step_packs = islice(cycle(costliest), num_packs)
     return FixedPacks([replace(pack, index=i) for i, pack in enumerate(step_packs)], description)
 
@@ -310,8 +313,9 @@ def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[
     """Return at most `NUM_READ_PACKS` packs from the start of the data, without dummy packs."""
     tokenizer = load_chat_tokenizer(config)
     check_vocabulary(model, tokenizer)
-    train = {"packs_per_step": NUM_READ_PACKS, "epochs": None}
-    one_step = config.changed(train=train, data={"workers": 0, "lanes": 1})
+    one_step = config.with_packs_per_step(NUM_READ_PACKS).changed(
+        train={"epochs": None}, data={"workers": 0, "lanes": 1}
+    )
     loader = build_loader(one_step, tokenizer, 0, 1, **media)
     try:
         return [pack for pack in loader.next_step().packs if not pack.is_dummy]

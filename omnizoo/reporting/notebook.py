@@ -110,7 +110,7 @@ class NotebookProgress(Progress):
 
 
 def loss_curves(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """Return the values of the template for the curves: their coordinates in pixels, and the labels of the axes.
+    """Return the template values for the curves: coordinates in pixels, and labels of the axes.
 
     Args:
         points: (step, value) pairs of each metric in `CURVES`.

@@ -12,14 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from omnizoo.balancing.batch import Batch
 from omnizoo.balancing.step_data import StepData
 from omnizoo.balancing.step_plan import TEXT, StepTotals
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.config.sections.loss_options import SCORE_LOSSES
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.modalities.base import term_name, weights_by_term
+from omnizoo.models.hf_private import has_score_head
 from omnizoo.models.interfaces.lm_head import Head, Logits, UnsupportedHeadError
 from omnizoo.models.interfaces.recurrent import has_states
 from omnizoo.models.interfaces.routers import RouterRecord, RouterRecorder
@@ -210,6 +213,7 @@ class LanguageObjective(Objective):
         self._has_states = has_states(model)
         self._bidirectional = media.bidirectional
         self._decoder_weights = _decoder_weights(media, config)
+        _check_scores(model, config)
         if media.speaker_format is not None:
             losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
         for loss in losses:
@@ -389,6 +393,14 @@ def build_objective(
     losses = losses_of_rows(config) if losses is None else losses
     extra = [name_loss(name, loss) for name, loss in (extra_losses or {}).items()]
     return LanguageObjective(model, mesh, config, [*losses, *extra])
+
+
+def _check_scores(model: nn.Module, config: Config) -> None:
+    """Raise a `UserError` if the model scores samples, but no loss uses scores."""
+    has_scores = isinstance(model, PreTrainedModel) and has_score_head(model.config)
+    if has_scores and config.model.score_head is None:
+        name = type(model).__name__.removeprefix("FSDP")
+        raise UserError(f"train.losses: the model is a {name}. Add {' or '.join(SCORE_LOSSES)}, or use another model.")
 
 
 def _decoder_weights(media: MediaModel, config: Config) -> dict[str, float]:

@@ -209,7 +209,7 @@ def _extend(plan: RecomputePlan, cost: Cost, counts: tuple[int, int, int]) -> Re
 
 
 def _best(plans: Iterable[RecomputePlan]) -> list[RecomputePlan]:
-    """Return the plans that no other plan with the same transient memory beats in both kept memory and time."""
+    """Drop each plan that another plan with the same transient memory beats in both kept memory and time."""
     by_transient: dict[int, list[RecomputePlan]] = defaultdict(list)
     for plan in plans:
         by_transient[plan.transient].append(plan)

@@ -36,7 +36,7 @@ from omnizoo.data.sources.base import RowSource
 from omnizoo.models.adapters.record import adapter_record
 from omnizoo.models.build import build_model, check_vocabulary
 from omnizoo.models.chat_tokenizer import load_chat_tokenizer
-from omnizoo.models.hf_private import most_positions
+from omnizoo.models.hf_private import PublishedKeys, most_positions
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.ops.determinism import deterministic_algorithms
 from omnizoo.ops.device import is_host, use_tensor_cores
@@ -108,6 +108,7 @@ class TrainingSetup:
     objective: LanguageObjective
     balancer: Balancer
     saved: Mapping[str, Any]  # `state.json` of the checkpoint that the run resumes from; empty for a new run
+    published_keys: PublishedKeys | None  # published names of the weights, if `checkpoint.export` is set
 
     def identity(self) -> dict[str, Any]:
         """Return the run id and the adapter record. Every checkpoint of the run stores them."""
@@ -185,8 +186,7 @@ def joined_world(
     with joined as process, deterministic:
         config = resolve_precision(config, process.device)
         if not has_loader:
-            batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
-            config = config.changed(train=batch)
+            config = config.with_packs_per_step(process.world_size * config.train.micro_batch)
         elif worker_count(config.data.workers):
             start_server()  # start it now, because starting takes seconds
         mesh = build_mesh(config, process)
@@ -265,6 +265,7 @@ def set_up_training(
     if not is_dry_run:
         local_record = on_all_ranks(lambda: adapter_record(model, config) if mesh.is_first else None)
         adapter = mesh.from_first(local_record)
+    published_keys = PublishedKeys(model) if config.checkpoint.export else None  # before the model is sharded
     loads_weights = not is_dry_run and (start.checkpoint is None or adapter is not None)
     on_all_ranks(lambda: parallelize_model(model, mesh, config, load=loads_weights, done=done))
     if fill is not None:
@@ -285,6 +286,7 @@ def set_up_training(
         objective=on_all_ranks(lambda: build_objective(model, mesh, config, losses)),
         balancer=Balancer(model, mesh, config),
         saved=saved,
+        published_keys=published_keys,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.sections.train import BatchWarmup
 from omnizoo.models.adapters.lora import attached, matches
 from omnizoo.models.build import build_model
 from omnizoo.models.read_config import read_model_config
@@ -18,6 +19,7 @@ from omnizoo.training.causality_probe import probe
 PACK_TOKENS = 96  # maximum pack length
 TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
+SAMPLES_PER_RANK = 3  # with `train.samples_per_step`
 
 
 def shrink(config: Config, world: int, precision: str) -> Config:
@@ -47,6 +49,11 @@ def shrink(config: Config, world: int, precision: str) -> Config:
         parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
     train: dict[str, Any] = {"steps": 3, "epochs": None, "warmup_steps": 0, "warmup_ratio": 0.0}
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
+    if config.train.samples_per_step is not None:
+        train["samples_per_step"] = SAMPLES_PER_RANK * world
+        del data["look_ahead"]
+    if config.train.batch_warmup is not None:  # the sizes of the three steps are 1/2, 3/4 and 1
+        train["batch_warmup"] = BatchWarmup(steps=2, start=0.5)
     small = _with_adapter(shrink_model(config.model, probed.shrinking), config.model)
     config = config.without_cache().changed(data=data, train=train, parallel=parallel)
     return config.model_copy(update={"model": small})

@@ -50,23 +50,25 @@ def preferences(path: str, batch: int, kind: str, **parallel: Any) -> Case:
 
 ONE = {
     "dense": case(DENSE, 2),
-    "dense, recomputing": case(DENSE, 1, recompute="full"),
     "dense, selective": case(DENSE, 1, recompute="selective"),
-    "dense, tiled": case(DENSE, 1, tile_tokens=64),
-    "experts": case(MOE, 2),
-    "experts, recomputing": case(MOE, 1, recompute="full"),
     "experts, tiled": case(MOE, 1, recompute="full", tile_tokens=64),
     "omni": case(OMNI, 1),
     "adapter, base in 4 bits": with_nf4_base(case(LORA, 2)),
 }
 FOUR = {
-    "fsdp": case(DENSE, 8),
     "ring x ulysses": case(DENSE, 1, ring=2, ulysses=2),
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
 }
 # The features of the cases above, one at a time.
+SEPARATE_ONE = {
+    "dense, recomputing": case(DENSE, 1, recompute="full"),
+    "dense, tiled": case(DENSE, 1, tile_tokens=64),
+    "experts": case(MOE, 2),
+    "experts, recomputing": case(MOE, 1, recompute="full"),
+}
 SEPARATE = {
+    "fsdp": case(DENSE, 8),
     "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
@@ -129,6 +131,17 @@ def test_peak_in_one_process_matches_a_real_run(one: Found, name: str) -> None:
     real, dry = one[name]
     assert dry["peak"] == pytest.approx(real["peak"], rel=0.01)
     assert dry["bytes"] == real["bytes"] == {}
+
+
+@pytest.fixture(scope="module")
+def separate_one(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(SEPARATE_ONE, 1, tmp_path_factory.mktemp("separate_one"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SEPARATE_ONE)
+def test_peak_of_one_feature_matches_a_real_run(separate_one: Found, name: str) -> None:
+    test_peak_in_one_process_matches_a_real_run(separate_one, name)
 
 
 @pytest.mark.long

@@ -831,7 +831,7 @@ LOSSES: list[tuple[Any, tuple[str, ...]]] = [
     ([{"kind": f"{OWN_LOSSES}:Sum", "options": {3: 4}}], ("train.losses.0.options",)),
     ([{"kind": f"{OWN_LOSSES}:Fails"}], ("train.losses.0.options", "division")),
     ([{"kind": f"{OWN_LOSSES}:Late"}], ("train.losses.0.kind", "before the forward pass")),
-    ([{"kind": f"{OWN_LOSSES}:Tensor"}], ("train.losses.0.kind", "before the forward pass")),
+    ([{"kind": f"{OWN_LOSSES}:Tensor"}], ("train.losses.0.kind", "count(totals)")),
     ([{"kind": f"{OWN_LOSSES}:Odd"}], ("train.losses.0.kind", "-0.5")),
     ([{"kind": f"{OWN_LOSSES}:Rows"}], ("train.losses.0.kind", "expected the sum")),
     ([{"kind": f"{OWN_LOSSES}:Short"}], ("train.losses.0.kind", "Short.from_logits()")),
@@ -989,9 +989,9 @@ def files() -> Iterator[Case]:
 # Command lines
 
 LINES: list[Case] = [
-    line(says=("command",)),
+    line(says=("COMMAND",)),
     line("tarin", says=("train",)),
-    line("", says=("command",)),
+    line("", says=("COMMAND",)),
     line("train", says=("CONFIG",)),
     line("train", "", says=("config",)),
     line("train", "CONFIG", "CONFIG", says=("argument",)),

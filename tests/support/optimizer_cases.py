@@ -19,12 +19,13 @@ from omnizoo.training.optimizers.build import build_optimizer, set_learning_rate
 EXPERTS = {"model_type": "qwen3_moe", **SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MOE = {"config": EXPERTS}
 LR, DECAY, STEPS = 1e-2, 0.3, 3
+RUN_STEPS, SAVED = 4, 2  # of whole runs
 KINDS = {"adamw": {}, "muon": {}, "adafactor": {}, "lion:Lion": {"betas": [0.9, 0.98]}}
 
 
 def config_of(folder: Path, kind: str = "adamw", **sections: dict[str, Any]) -> Path:
     optimizer = {"kind": kind, "options": KINDS.get(kind, {}), "weight_decay": DECAY} | sections.pop("optimizer", {})
-    train = {"lr": LR, "steps": 6, "packs_per_step": 4} | sections.pop("train", {})
+    train = {"lr": LR, "steps": RUN_STEPS, "packs_per_step": 4} | sections.pop("train", {})
     model = MOE | sections.pop("model", {})
     return write_config(folder, model=model, optimizer=optimizer, train=train, **sections)
 
@@ -66,7 +67,7 @@ def walk(config: Config, process: Process) -> tuple[dict[str, torch.Tensor], dic
 # Whole runs: saved, resumed, resharded.
 
 RUNS = {kind: ["--optimizer.ema", "{decay: 0.9}"] if kind == "muon" else [] for kind in KINDS if kind != "adamw"}
-TRAIN = ["--train.precision", "fp64", "--checkpoint.every", "3", "--checkpoint.keep", "9"]
+TRAIN = ["--train.precision", "fp64", "--checkpoint.every", str(SAVED), "--checkpoint.keep", "9"]
 
 
 def train(folder: Path, kind: str, name: str, *args: str) -> None:

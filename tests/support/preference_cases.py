@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from fixtures import TEXT, make_tokenizer
 from tiny import model_config, write_config, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from omnizoo.balancing.balancer import Balancer
 from omnizoo.balancing.prefetch import next_step
@@ -106,6 +106,19 @@ def make_folder(folder: Path, seed: int) -> Path:
             torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)
     make_tokenizer(folder)
+    return folder
+
+
+def make_scorer(folder: Path, num_labels: int = 1) -> Path:
+    """A sequence classification model with random weights, as Hugging Face saves it."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(folder)
+    shape = model_config("qwen3") | {"num_labels": num_labels, "pad_token_id": tokenizer.pad_token_id}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**shape))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -15,6 +15,7 @@ RULES = (
             "dpo": [{"kind": "dpo"}],
             "kto": [{"kind": "kto"}],
             "orpo": [{"kind": "orpo"}],
+            "rm": [{"kind": "reward"}],
         },
     ),
     copied(

@@ -60,7 +60,7 @@ def _rule_for(key: str) -> Rule | None:
     """Return the rule of any trainer for a dotted key, or for its last part in another section."""
     plain = key.lower().replace("-", "_")
     names = [plain]
-    if plain.count(".") == 1:  # `train.learning_rate`
+    if plain.count(".") == 1:  # such as `train.learning_rate`
         names.append(plain.rpartition(".")[2])
     for name in names:
         rules = rules_by_name().get(name)

@@ -11,6 +11,7 @@ RLHF = {
     "kto": [{"kind": "kto"}],
     "orpo": [{"kind": "orpo"}],
     "simpo": [{"kind": "simpo"}],
+    "rm": [{"kind": "reward"}],
 }
 RULES = (
     copied("model model_id_or_path model_path", "model.path"),
@@ -21,6 +22,7 @@ RULES = (
     copied("rlhf_type command", "train.losses", "a loss for preferences", RLHF),
     copied("loss_type", "train.losses.0.options.loss", values={"sigmoid": None, "ipo": "ipo", "hinge": "hinge"}),
     copied("beta", "train.losses.0.options.beta"),
+    copied("center_rewards_coefficient", "train.losses.0.options.centering"),
     copied("simpo_gamma", "train.losses.0.options.gamma"),
     copied("ref_model", "train.losses.0.options.reference"),
     by_hand("rpo_alpha cpo_alpha", "a second loss: train.losses: [{kind: dpo}, {kind: cross_entropy, weight: ...}]"),

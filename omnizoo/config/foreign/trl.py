@@ -8,6 +8,7 @@ LOSSES = {
     "dpo": [{"kind": "dpo"}],
     "kto": [{"kind": "kto"}],
     "orpo": [{"kind": "orpo"}],
+    "reward": [{"kind": "reward"}],
 }
 RULES = (
     copied("model_name_or_path", "model.path"),
@@ -22,10 +23,12 @@ RULES = (
     ),
     copied("beta", "train.losses.0.options.beta"),
     copied("label_smoothing", "train.losses.0.options.label_smoothing"),
+    copied("center_rewards_coefficient", "train.losses.0.options.centering"),
     copied("desirable_weight", "train.losses.0.options.desirable_weight"),
     copied("undesirable_weight", "train.losses.0.options.undesirable_weight"),
     by_hand("rpo_alpha", "a second loss: train.losses: [{kind: dpo}, {kind: cross_entropy, weight: ...}]"),
-    unsupported("reference_free sync_ref_model", "use {kind: orpo} or {kind: simpo}, which have no reference"),
+    copied("reference_free", "train.losses.0.options.reference_free", values={"true": True, "false": None}),
+    unsupported("sync_ref_model", "the reference is fixed during the run"),
     not_needed("precompute_ref_log_probs", "train.losses.N.options.reference_cache stores them"),
     copied("use_peft", "model.adapter", "all weights are trained without it", {"true": {}, "false": None}),
     copied("lora_target_modules", "model.adapter.targets", convert="targets"),

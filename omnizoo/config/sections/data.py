@@ -12,6 +12,7 @@ from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, alternatives, to_plain
 
 MIN_LANES = 8
+SAMPLES_PER_LANE = 16  # with `train.samples_per_step`, the default gives each lane about this number in each step
 MAX_FITTING_LANES = 64  # the default is not larger, because each lane buffers a few hundred samples in memory
 # Schemas of rows. A schema determines which fields contain prompts, responses, texts and media.
 RowFormat = Literal[
@@ -139,7 +140,7 @@ class DataSection(ConfigSection):
     lanes: Annotated[int, Field(ge=1, le=2**16)] = MIN_LANES
     """Number of independent streams of packs. Because each stream is the same for any number of ranks, the order of the
     data does not depend on the world size. Use a multiple of the world size. Default: a number between 8 and 64 that
-    fits `train.packs_per_step` (docs/explanation/packing.md)."""
+    fits `train.packs_per_step` or `train.samples_per_step` (docs/explanation/packing.md)."""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Number of samples among which a lane selects the samples of the next pack. More samples fill packs better and

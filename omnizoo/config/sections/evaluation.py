@@ -16,6 +16,7 @@ METRICS: dict[str, dict[str, Any]] = {
     "fid": {"path": Text},
 }
 LOWER_IS_BETTER = ("fid",)
+HIGHER_IS_BETTER = ("accuracy", "margin", "f1")  # metrics of losses, such as `eval/loss/dpo/accuracy`
 
 
 class MetricSettings(NamedSettings):
@@ -130,4 +131,7 @@ class EvaluationSection(ConfigSection):
 
     def higher_is_better(self, metric: str) -> bool:
         """Whether higher values of the metric with this label are better. Return False for losses."""
-        return any(settings.improves_upwards for settings in self.metrics if settings.label == metric)
+        for settings in self.metrics:
+            if settings.label == metric:
+                return settings.improves_upwards
+        return metric.rpartition("/")[2] in HIGHER_IS_BETTER

@@ -31,6 +31,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "length_normalized": bool,
         "reference": str,
         "reference_cache": Folder,
+        "reference_free": bool,
         "chunked": bool,
     },
     "kto": {
@@ -50,6 +51,14 @@ LOSSES: dict[str, dict[str, Any]] = {
         "chunked": bool,
     },
 }
+# Losses of sequence classification models.
+LOSSES |= {
+    "reward": {"centering": NonNegative},
+    "classification": {
+        "labels": Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=10**5)],
+        "problem": Literal["single", "multi"],
+    },
+}
 # Losses for rollouts.
 LOSSES |= {
     "grpo": POLICY
@@ -59,9 +68,10 @@ LOSSES |= {
     },
     "gspo": POLICY,
 }
-PAIRWISE = ("dpo", "orpo", "simpo")  # losses that compare the two responses of a preference pair
+PAIRWISE = ("dpo", "orpo", "simpo", "reward")  # losses that compare the two responses of a preference pair
 PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses; it treats a pair as two labeled responses
 ROUTER_LOSSES = ("balance", "router_z")
+SCORE_LOSSES = ("reward", "classification")  # losses on the scores of a sequence classification model
 
 
 def default_name(kind: str) -> str:

@@ -147,6 +147,17 @@ class AdapterSettings(ConfigSection):
         return self
 
 
+class ScoreHead(ConfigSection):
+    """Head of a sequence classification model. It scores the last token of each sample."""
+
+    labels: Annotated[list[Text], Field(min_length=1)]
+    """Names of the scores, in the order of the rows of the head."""
+
+    problem: Literal["reward", "single", "multi"]
+    """Meaning of the scores: a single reward, logits of labels that exclude each other, or logits of independent
+    labels."""
+
+
 class ModelSection(ConfigSection):
     """Keys of `model`."""
 
@@ -222,6 +233,10 @@ class ModelSection(ConfigSection):
     allow_unexpected: list[Text] = Field([])
     """Glob patterns for weights in `model.path` that the model does not have. They are ignored. By default, such a
     weight is an error."""
+
+    score_head: ScoreHead | None = None
+    """Head that replaces the language model head. It is set automatically by the losses `reward` and `classification`
+    (docs/how-to/classification.md)."""
 
     adapter: AdapterSettings | None = None
     """LoRA adapter to train instead of the model's weights (docs/how-to/adapters.md). By default, all weights are

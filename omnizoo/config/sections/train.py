@@ -1,6 +1,7 @@
 """Keys of `train`: length, batch, learning rate, losses, precision."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -18,7 +19,8 @@ from omnizoo.config.sections.base import (
     alternatives,
 )
 from omnizoo.config.sections.built_in_options import check_options, without_nulls
-from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, default_name
+from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, ROUTER_LOSSES, SCORE_LOSSES, default_name
+from omnizoo.config.sections.step_sizes import StepSizes
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -28,8 +30,9 @@ class LossSettings(ConfigSection):
 
     kind: Annotated[Text, built_in_or_plugin(LOSSES, "loss")] = "cross_entropy"
     """Loss function: `cross_entropy` for text; `dpo`, `orpo`, `simpo` or `kto` for preferences
-    (docs/how-to/preferences.md); `grpo` or `gspo` for rollouts (docs/how-to/rl.md); `balance` or `router_z` for MoE
-    routers; or `package.module:Class` of a plugin, a subclass of `omnizoo.Loss`."""
+    (docs/how-to/preferences.md); `reward` or `classification` for scores (docs/how-to/classification.md); `grpo` or
+    `gspo` for rollouts (docs/how-to/rl.md); `balance` or `router_z` for MoE routers; or `package.module:Class` of a
+    plugin, a subclass of `omnizoo.Loss`."""
 
     weight: LossWeight = 1.0
     """Factor of the loss in the total loss. With 0, the loss is only a metric."""
@@ -53,6 +56,16 @@ class LossSettings(ConfigSection):
         return without_nulls(value, LOSSES, cls.model_fields["kind"].default)
 
 
+class BatchWarmup(ConfigSection):
+    """Growth of the step from a fraction of its size to its full size."""
+
+    steps: Annotated[int, Field(ge=1, le=10**6)]
+    """Number of steps in which the size grows linearly."""
+
+    start: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Size of the first step, as a fraction of the full size."""
+
+
 class TrainSection(ConfigSection):
     """Keys of `train`."""
 
@@ -60,7 +73,7 @@ class TrainSection(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
         alternatives(("epochs",), ("steps",))
         | alternatives(("warmup_ratio",), ("warmup_steps",))
-        | alternatives(("tokens_per_step",), ("packs_per_step",))
+        | alternatives(("tokens_per_step",), ("packs_per_step",), ("samples_per_step",))
     )
 
     steps: PositiveInt = 1000
@@ -75,6 +88,14 @@ class TrainSection(ConfigSection):
 
     tokens_per_step: Annotated[int, Field(ge=2, le=2**50)] | None = None
     """Global batch size in tokens, instead of `packs_per_step`. It must be a multiple of `data.pack_tokens`."""
+
+    samples_per_step: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Global batch size in samples, instead of `packs_per_step`. A preference pair is one sample, and a row that is
+    split gives several. The number of packs then differs between steps."""
+
+    batch_warmup: BatchWarmup | None = None
+    """Smaller steps at the start of the run, which grow to `packs_per_step`, `tokens_per_step` or `samples_per_step`.
+    Default: all steps have the same size."""
 
     micro_batch: Count = 1
     """Number of packs in each forward pass of a rank. More packs use the device better and need more memory."""
@@ -131,6 +152,14 @@ class TrainSection(ConfigSection):
     skipped."""
 
     @property
+    def step_sizes(self) -> StepSizes:
+        """Sizes of the steps, in samples with `samples_per_step`, otherwise in packs."""
+        size = self.samples_per_step or self.packs_per_step
+        if self.batch_warmup is None:
+            return StepSizes(size)
+        return StepSizes(size, self.batch_warmup.steps, self.batch_warmup.start)
+
+    @property
     def warmup(self) -> int:
         """Number of warmup steps, from `warmup_steps` or `warmup_ratio`."""
         return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup_steps
@@ -138,7 +167,7 @@ class TrainSection(ConfigSection):
     @model_serializer(mode="wrap")
     def _without_derived(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit keys whose value is derived from another key, because a saved config must not set both."""
-        sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step}
+        sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step or self.samples_per_step}
         values: dict[str, Any] = write(self)
         return {key: value for key, value in values.items() if sources.get(key) is None}
 
@@ -148,8 +177,9 @@ class TrainSection(ConfigSection):
         """Check that not both keys of a pair are set, such as `epochs` and `steps`."""
         if not isinstance(value, dict):
             return value
-        for key in ("epochs", "warmup_ratio"):  # `Config` checks tokens_per_step, because it derives packs_per_step
-            (other,) = cls.exclusive[key]
+        pairs = [("epochs", "steps"), ("warmup_ratio", "warmup_steps")]
+        pairs += [("samples_per_step", "packs_per_step"), ("samples_per_step", "tokens_per_step")]
+        for key, other in pairs:  # `Config` checks tokens_per_step, because it derives packs_per_step
             if value.get(key) and value.get(other) not in (None, 0):
                 raise ValueError(
                     f"train.{key}: train.{other} is also set, and one determines the other. Remove one of them."
@@ -171,6 +201,7 @@ class TrainSection(ConfigSection):
                 )
 
         kinds = [loss.kind for loss in self.losses]
+        _check_score_losses(self.losses)
         pairwise = [kind for kind in kinds if kind in PAIRWISE]
         if "kto" in kinds and pairwise:
             raise ValueError(
@@ -178,3 +209,32 @@ class TrainSection(ConfigSection):
                 "them."
             )
         return self
+
+
+def _check_score_losses(losses: Sequence[LossSettings]) -> None:
+    """Check the labels of the loss on scores, and that it is only combined with losses on routers.
+
+    Raises:
+        ValueError: If the labels are missing or repeated, or if the losses cannot be combined.
+    """
+    for i, loss in enumerate(losses):
+        if loss.kind not in SCORE_LOSSES:
+            continue
+        others = [other.kind for other in losses if other is not loss and other.kind not in ROUTER_LOSSES]
+        if others:
+            raise ValueError(
+                f"train.losses: {loss.kind} replaces the language model head by a head for scores, so it cannot be "
+                f"combined with {others[0]}. Remove one of them."
+            )
+        if loss.kind != "classification":
+            continue
+        labels = loss.options.get("labels")
+        if labels is None:
+            raise ValueError(
+                f"train.losses.{i}.options.labels: missing. List the labels, such as [negative, positive]."
+            )
+        if len(labels) < 2 and loss.options.get("problem") != "multi":
+            raise ValueError(f"train.losses.{i}.options.labels: only {len(labels)}. List at least two labels.")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"train.losses.{i}.options.labels: {label!r} is listed more than once. Remove one.")

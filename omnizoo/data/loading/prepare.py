@@ -9,7 +9,7 @@ import xxhash
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack, dummy_pack
 from omnizoo.data.sample import Preferences, Sample, segment_slices
-from omnizoo.data.token_fields import concatenate, select, shift_to_next_token
+from omnizoo.data.token_fields import concatenate, score_last_tokens, select, shift_to_next_token
 from omnizoo.modalities.item import MediaItem
 from omnizoo.modalities.media import BadMedia
 
@@ -54,10 +54,12 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
         return dummy_pack(index), bad_rows
 
     lengths = [length for sample in usable for length in sample.lengths]
-    columns = concatenate([sample.columns for sample in usable])
+    columns = shift_to_next_token(concatenate([sample.columns for sample in usable]), lengths)
+    if reader.config.model.score_head is not None:
+        columns = score_last_tokens(columns, lengths)
     pack = Pack(
         index=index,
-        columns=shift_to_next_token(columns, lengths),
+        columns=columns,
         lengths=lengths,
         sample_ids=[name for sample in usable for name in sample.names],
         items=tuple(items),

@@ -127,6 +127,7 @@ def build_reader(
         trains_decoders=config.learns_answers,
         turns=turns,
         thinking=Thinking.of(data),
+        score_head=config.model.score_head,
     )
     return Reader(
         config=config,

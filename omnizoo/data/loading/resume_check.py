@@ -56,7 +56,8 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "train.epochs": config.train.epochs,
         "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,
-        "train.global_batch": config.train.packs_per_step,
+        "train.global_batch": None if config.train.samples_per_step else config.train.packs_per_step,
+        **_step_settings(config),
         PREFERENCE_PAIRS: config.preference_pairs.replace("refused", ""),
         LABELED_RESPONSES: _use_of_labeled_responses(config),
         "model.tokenizer": tokenizer_hashes(reader.renderer.tokenizer, tokenizer_folder(config.model)),
@@ -64,6 +65,16 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
             _source_fingerprint(spec, source) for spec, source in zip(config.data.sources, reader.sources, strict=True)
         ],
     }
+
+
+def _step_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the step size that are not set by default."""
+    settings: dict[str, Any] = {}
+    if config.train.samples_per_step is not None:
+        settings["train.samples_per_step"] = config.train.samples_per_step
+    if config.train.batch_warmup is not None:
+        settings["train.batch_warmup"] = config.train.batch_warmup.model_dump()
+    return settings
 
 
 def mixes_by_rows(config: Config) -> bool:

@@ -100,13 +100,14 @@ def steps_of(reader: Reader, lengths: Sequence[Sequence[Lengths]]) -> int:
     """
     config = reader.config
     lanes = reader.config.data.lanes
-    last_pack = -1
+    last = -1  # number of the last pack or sample of the run
     for number in range(lanes):
         lane = CountingLane(reader, number, config.train.epochs, by_rows=True, lengths=lengths)
-        num_packs = sum(1 for _ in iter(lane.next_pack, None))
-        if num_packs:
-            last_pack = max(last_pack, number + (num_packs - 1) * lanes)
-    return last_pack // config.train.packs_per_step + 1
+        samples_by_pack = [len(pack) for pack in iter(lane.next_pack, None)]
+        count = sum(samples_by_pack) if config.train.samples_per_step else len(samples_by_pack)
+        if count:
+            last = max(last, number + (count - 1) * lanes)
+    return config.train.step_sizes.steps_for(last + 1)
 
 
 def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = None) -> Config:

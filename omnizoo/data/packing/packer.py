@@ -3,6 +3,8 @@
 Nearly all packs are exactly full. The packs depend only on the samples and their order.
 """
 
+from collections.abc import Sequence
+
 from omnizoo.data.sample import Sample
 
 WINDOW = 256  # default number of samples in the window
@@ -58,6 +60,29 @@ class Packer:
         self.packs += 1
         self.tokens -= sum(map(len, samples))
         return samples
+
+    def pop_oldest(self, count: int) -> list[Sample]:
+        """Remove the `count` oldest samples from the window and return them; fewer if the window has fewer."""
+        samples = self.buffer[:count]
+        del self.buffer[:count]
+        self.tokens -= sum(map(len, samples))
+        return samples
+
+
+def pack_samples(samples: Sequence[Sample], pack_tokens: int) -> list[list[int]]:
+    """Combine all samples into packs, and return the indices of the samples of each pack, in ascending order.
+
+    As in `Packer`, each pack consists of the first remaining sample and of those that fill the rest of the pack best.
+    """
+    remaining = list(range(len(samples)))
+    packs = []
+    while remaining:
+        first, *others = remaining
+        room = pack_tokens - len(samples[first])
+        chosen = {others[i] for i in best_fill([len(samples[i]) for i in others], room)} | {first}
+        packs.append(sorted(chosen))
+        remaining = [i for i in others if i not in chosen]
+    return packs
 
 
 def best_fill(lengths: list[int], room: int) -> list[int]:

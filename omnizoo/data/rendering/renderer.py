@@ -16,6 +16,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import ScoreHead
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
@@ -24,6 +25,7 @@ from omnizoo.data.rendering.template_conventions import Conventions
 from omnizoo.data.rendering.thinking import Thinking, TurnChoice, keep_thoughts
 from omnizoo.data.rendering.token_rows import TokenRowRenderer
 from omnizoo.data.row import CONVERSATION, DEFAULT_SCHEMA, BadRow, Row, SourceSchema
+from omnizoo.data.rows.labels import LabelReader, read_margin
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
 from omnizoo.data.rows.messages import Message, read_list, read_messages, read_weight
 from omnizoo.data.rows.preferences import ResponseRow, mismatched_rows, response_rows
@@ -32,7 +34,7 @@ from omnizoo.data.rows.speakers import write_turns
 from omnizoo.data.rows.unused_fields import PreferenceRows, RowFields
 from omnizoo.data.sample import RenderedRow
 from omnizoo.data.sources.base import MediaFolder
-from omnizoo.data.token_fields import IGNORE_INDEX, make_columns
+from omnizoo.data.token_fields import CLASSES, IGNORE_INDEX, MARGIN, make_columns
 from omnizoo.modalities.base import Modality
 from omnizoo.modalities.item import Ids, MediaItem
 from omnizoo.modalities.media import BadMedia
@@ -70,6 +72,7 @@ class Renderer:
         trains_decoders: bool = True,
         turns: SpeakerFormat | None = None,
         thinking: Thinking = DEFAULT_THINKING,
+        score_head: ScoreHead | None = None,
     ) -> None:
         """Build a renderer.
 
@@ -88,6 +91,7 @@ class Renderer:
             trains_decoders: Whether decoder losses train on the chosen responses of preference rows.
             turns: The format of turns, for a speech model that has speakers and generates no text.
             thinking: The settings for reasoning in assistant messages.
+            score_head: The head of a sequence classification model; None for other models.
 
         Raises:
             UserError: If the tokenizer is slow, or lacks a special token of a modality.
@@ -106,7 +110,11 @@ class Renderer:
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
         modalities = modalities or {}
-        self.fields = RowFields(modalities, ignore, preferences, labeled_responses)
+        self.reads_margin = score_head is not None and score_head.problem == "reward"
+        self.fields = RowFields(modalities, ignore, preferences, labeled_responses, self.reads_margin)
+        self.labels: LabelReader | None = None
+        if score_head is not None and score_head.problem != "reward":
+            self.labels = LabelReader(score_head)
         self.notation = MediaNotation(modalities, self.fields)
         self.positions = positions
         self.seed = seed
@@ -170,6 +178,8 @@ class Renderer:
         Raises:
             BadRow: If the row cannot be used.
         """
+        if self.labels is not None:
+            return [self._render_labeled(row, self.labels, key, find)]
         schema = self.schema(key[0])
         present = self.fields.present(row)
         if not self.fields.has_preference(present, prompt_fixes(present, schema)):
@@ -194,7 +204,23 @@ class Renderer:
         rendered = []
         for response, find_response in responses:
             rendered.append((response.role, self._render_response(response, key, find, find_response)))
-        return [join_responses(rendered, self.trains_decoders)]
+        joined = join_responses(rendered, self.trains_decoders)
+        if self.reads_margin and "margin" in present:
+            margins = make_columns(**{MARGIN: np.full(len(joined), read_margin(present))})
+            joined = replace(joined, columns={**joined.columns, **margins})
+        return [joined]
+
+    def _render_labeled(self, row: Row, labels: LabelReader, key: tuple[int, int, int], find: Find) -> RenderedRow:
+        """Render a row with labels, for sequence classification. All of its tokens count as targets."""
+        classes, row = labels.read(row, self.fields.ignored)
+        parsed = self._conversation(row, self.fields.present(row), self.schema(key[0]))
+        if "input_ids" in parsed.row:
+            raise BadRow("pre-tokenized rows cannot be classified. Use `text` or `messages`")
+        if "weight" in parsed.row:
+            raise BadRow("`weight` is not supported for rows with labels. Add it to data.ignore to drop it")
+        rendered = self._render_response(ResponseRow("", parsed.row, parsed.prompt), key, find, find)
+        columns = make_columns(**{CLASSES: np.repeat(classes[..., None], len(rendered), axis=-1)})
+        return replace(rendered, columns={**rendered.columns, **columns}, is_prose=False, row_schema=parsed.format)
 
     def _choices(self, row: Row) -> list[TurnChoice | None]:
         """Choose the samples of a row: for each one, the messages that it contains and the messages that it trains on.
@@ -223,6 +249,8 @@ class Renderer:
         Raises:
             BadRow: If several formats match.
         """
+        if self.labels is not None:
+            _, row = self.labels.read(row, self.fields.ignored)
         present = self.fields.present(row)
         if self.fields.has_preference(present):
             return "preference", "a loss of the run uses its responses"
@@ -285,8 +313,8 @@ class Renderer:
         ids, weights, items, item_spans = place(tokens, media, self.placeholders, self.last)
         items = locate_followed(ids, items, media)
 
-        is_target = weights > 0
-        if not is_target[1:].any() and not any(item.is_target for item in items):
+        is_target = (weights > 0) | (self.labels is not None)
+        if self.labels is None and not is_target[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no targets: no token contributes to the loss (the first token never does)")
         has_unit_weights = bool((weights[is_target] == 1).all())
         columns = make_columns(
@@ -620,7 +648,10 @@ class Renderer:
         conventions.check_tools(template.tools)
         conventions.check_fields(messages, template.tools, self.fields)
         check_calls(template, messages)
-        text, targets = target_spans(template, messages, message_weights)
+        if self.labels is None:
+            text, targets = target_spans(template, messages, message_weights)
+        else:
+            text, targets = template.render(messages), []
         if self.thinking.mode == "keep":
             text, targets = keep_thoughts(template, messages, text, targets)
         conventions.check(messages, template.tools, text)

@@ -61,7 +61,7 @@ PROMPT_FIELDS = (
     "`response`"
 )
 SCORES = "response scores are not supported"
-LABELS = "labels need kto in train.losses and are read from `label` or `kto_tag`, next to a response"
+LABELS = "labels need classification in train.losses or, next to a response, kto"
 # Names and patterns of fields that have a known meaning but are not used, keyed by the reason why not.
 # fmt: off
 UNSUPPORTED_FIELDS = {
@@ -103,14 +103,21 @@ class RowFields:
         ignore: Names and glob patterns of fields to ignore (`data.ignore`).
         preferences: Whether preference rows are refused, allowed or required.
         labeled_responses: Whether labeled responses (`completion` and `label`) are accepted as preference rows.
+        reads_margin: Whether the `margin` of a preference row is used.
     """
 
     def __init__(
-        self, modalities: Collection[str], ignore: Sequence[str], preferences: PreferenceRows, labeled_responses: bool
+        self,
+        modalities: Collection[str],
+        ignore: Sequence[str],
+        preferences: PreferenceRows,
+        labeled_responses: bool,
+        reads_margin: bool = False,
     ) -> None:
         self.modalities = sorted(modalities)
         self.preferences = preferences
         self.labeled_responses = labeled_responses
+        self.scores = ("margin",) if reads_margin else ()
         self.ignored = frozenset(ignore)
         self.media_columns = {column for name in modalities for column in (name, f"{name}s")}
 
@@ -161,7 +168,7 @@ class RowFields:
         if prompt_fixes:
             raise BadRow(f"a preference row needs a prompt{suggestion(prompt_fixes)}", prompt_fixes)
         prompts = {*PROMPTS, *CHAT_PROMPTS}
-        self.check_used(present, {*response_fields, *prompts, *self.media_columns, "system", "tools"})
+        self.check_used(present, {*response_fields, *prompts, *self.media_columns, *self.scores, "system", "tools"})
         return True
 
     def check_conversation(self, present: Row, row: Row, fixes: Sequence[Fix] = ()) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import AdapterSettings
 from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
-from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, routers
+from omnizoo.models.hf_private import has_score_head, is_experts, kept_in_fp32, language_model, routers
 from omnizoo.models.user_module import tied_names
 
 ALL_LINEAR = "all-linear"
@@ -47,6 +47,7 @@ class AdapterInfo:
     trained: frozenset[str]  # trained parameters: all adapter matrices, and all parameters in `saved`
     started: frozenset[str]  # adapter matrices; the base model has no values for them
     generates: bool = True  # whether the model has transformers' `generate`, as PEFT's task type requires
+    classifies: bool = False  # whether the model has a score head, for PEFT's task type
 
     def fields(self) -> dict[str, Any]:
         """Return the fields in JSON format."""
@@ -132,6 +133,7 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
         trained=matrices | fully_trained,
         started=matrices,
         generates=hasattr(model, "prepare_inputs_for_generation"),
+        classifies=isinstance(model, PreTrainedModel) and has_score_head(model.config),
     )
 
 

@@ -238,6 +238,13 @@ def peft_config(adapter: AdapterInfo, path: str | None) -> Any:
         modules_to_save=list(adapter.saved) or None,
         base_model_name_or_path=on_hub[0].address if on_hub else path,
         revision=on_hub[0].commit if on_hub else None,
-        task_type="CAUSAL_LM" if adapter.generates else None,
+        task_type=_task_type(adapter),
         inference_mode=True,
     )
+
+
+def _task_type(adapter: AdapterInfo) -> str | None:
+    """Return PEFT's name of the task of a model with an adapter; None if PEFT has none."""
+    if adapter.classifies:
+        return "SEQ_CLS"
+    return "CAUSAL_LM" if adapter.generates else None

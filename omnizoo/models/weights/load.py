@@ -30,10 +30,11 @@ from omnizoo.models.hf_private import (
     loader_of,
     retie,
 )
+from omnizoo.models.interfaces.score_head import replaced_weights
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import store_recipe
-from omnizoo.models.untrusted_folders import list_names, open_weights, tensor_names, weight_files
+from omnizoo.models.untrusted_folders import list_names, open_weights, read_json, tensor_names, weight_files
 from omnizoo.models.weights.vocabulary import PublishedRows, may_grow, rows_of_files
 from omnizoo.models.wrapper_models import use_inner_forward
 
@@ -134,8 +135,13 @@ def _check_loaded(loaded: Loaded, source: WeightSource, spec: ModelSection, new:
     """Raise a `UserError` if the files lack a weight or have an unknown key, unless the config allows it."""
     path = source.path
     key = source.key
-    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
-    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
+    allow_missing, allow_unexpected = spec.allow_missing, spec.allow_unexpected
+    if spec.score_head is not None:
+        new_head, old_head = replaced_weights(read_json(Path(path) / "config.json"))
+        allow_missing = [*allow_missing, *new_head]
+        allow_unexpected = [*allow_unexpected, *old_head]
+    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, allow_missing))
+    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, allow_unexpected))
     mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in new)
     unknown = f" The files also have weights that the model lacks: {list_names(unexpected)}." if unexpected else ""
 

@@ -24,8 +24,11 @@ from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.responses import Sampler
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.base import Loss, NamedLoss
+from omnizoo.training.losses.scores import LabelCounts, macro_f1
 from omnizoo.training.objective import LanguageObjective
 from omnizoo.training.recorder import Recorder
+
+F1 = "/f1"  # metric of a classification run, the mean F1 score of all labels
 
 
 class TokenAccuracy(Loss):
@@ -50,6 +53,18 @@ def token_metrics(config: Config) -> list[NamedLoss]:
             key="evaluation.metrics",
             kind=settings.kind,
             name=settings.label.removeprefix("eval"),
+            weight=0.0,
+            method="from_logits",
+        )
+        metrics.append(metric)
+    head = config.model.score_head
+    if head is not None and head.problem != "reward":
+        counts = LabelCounts(head.labels, head.problem)
+        metric = NamedLoss(
+            loss=counts,
+            key="train.losses",
+            kind="classification",
+            name=F1,
             weight=0.0,
             method="from_logits",
         )
@@ -183,12 +198,23 @@ class Evaluator:
         sums_of_all = dict.fromkeys(counts[""], 0.0)
         for (_, name), total in totals.items():
             sums_of_all[name] += total
-        metrics = _means("", sums_of_all, counts[""], weights)
+        metrics = self._means("", sums_of_all, counts[""], weights)
         if "" not in self.parts:  # the sources are evaluated separately
             for source in self.parts:
                 source_sums = {term: totals[source, term] for term in counts[source]}
-                metrics |= _means(source, source_sums, counts[source], weights)
+                metrics |= self._means(source, source_sums, counts[source], weights)
         return metrics
+
+    def _means(
+        self, source: str, sums: Mapping[str, float], counts: Mapping[str, float], weights: Mapping[str, float]
+    ) -> dict[str, float | None]:
+        """Return the metrics of a source: the mean of each loss term that has targets, their weighted sum, and F1."""
+        means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
+        loss = sum(weights.get(name, 0.0) * mean for name, mean in means.items())
+        if means.get(F1) is not None:
+            assert self.config.model.score_head is not None
+            means[F1] = macro_f1(sums, F1, len(self.config.model.score_head.labels))
+        return {_key(source): loss, **{_key(source, name): mean for name, mean in means.items()}}
 
     def describe(self) -> str:
         """Return a description of the held-out data and of the evaluation interval, for the start-up table."""
@@ -209,15 +235,6 @@ class Evaluator:
         if evaluation.every > config.train.steps:
             interval += f", so never in a run of {config.train.steps}"
         return f"{amount}, {interval}: {paths}"
-
-
-def _means(
-    source: str, sums: Mapping[str, float], counts: Mapping[str, float], weights: Mapping[str, float]
-) -> dict[str, float | None]:
-    """Return the metrics of a source: the mean of each loss term that has targets, and their weighted sum."""
-    means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
-    loss = sum(weights.get(name, 0.0) * mean for name, mean in means.items())
-    return {_key(source): loss, **{_key(source, name): mean for name, mean in means.items()}}
 
 
 def _key(source: str, term: str = "") -> str:

@@ -36,6 +36,8 @@ KINDS = {
     "gspo": "omnizoo.training.losses.policy:GSPO",
     "orpo": "omnizoo.training.losses.preference:ORPO",
     "simpo": "omnizoo.training.losses.preference:SimPO",
+    "reward": "omnizoo.training.losses.scores:Reward",
+    "classification": "omnizoo.training.losses.scores:Classification",
 }
 INPUT_KINDS = {  # method -> number of arguments; a loss overrides one of them
     "from_logits": 2,

@@ -66,7 +66,8 @@ class DPO(ReferenceLoss, PairLoss):
 
     The option `loss` is `sigmoid`, with `label_smoothing` as in conservative DPO; `ipo` (Azar et al., 2023); or `hinge`
     (Zhao et al., 2023). If `length_normalized` (default: only for `ipo`), log-probabilities are divided by the length
-    of their response. For the option `reference`, see `Reference`.
+    of their response. For the option `reference`, see `Reference`. With `reference_free`, the loss is computed on
+    log-probabilities, without a reference.
     """
 
     kind = "dpo"
@@ -76,9 +77,13 @@ class DPO(ReferenceLoss, PairLoss):
         loss: str = "sigmoid",
         label_smoothing: float = 0.0,
         length_normalized: bool | None = None,
+        reference_free: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if reference_free and (self.folder is not None or self.cache_folder is not None):
+            name = "reference" if self.folder is not None else "reference_cache"
+            raise UserError(f"reference_free: true cannot be combined with {name}. Remove one of them.")
         if label_smoothing and loss != "sigmoid":
             raise UserError(
                 f"label_smoothing: {label_smoothing:g} cannot be combined with loss: {loss}. Use loss: sigmoid, or set "
@@ -87,6 +92,7 @@ class DPO(ReferenceLoss, PairLoss):
         self.loss = loss
         self.label_smoothing = label_smoothing
         self.is_normalized = loss == "ipo" if length_normalized is None else length_normalized
+        self.is_reference_free = reference_free
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         margin = chosen - rejected

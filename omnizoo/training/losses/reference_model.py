@@ -195,6 +195,7 @@ class ReferenceLoss(ResponseLoss):
     """A loss on responses that compares the model with a reference."""
 
     kind: ClassVar[str]  # name in the config
+    is_reference_free = False  # whether there is no reference, so all its log-probabilities count as 0
     # [samples], log-probabilities under the reference, for the current micro-batch.
     reference_scores: torch.Tensor | float
 
@@ -205,10 +206,12 @@ class ReferenceLoss(ResponseLoss):
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.reference = Reference(self, model, mesh, config)
+        if not self.is_reference_free:
+            self.reference = Reference(self, model, mesh, config)
 
     def begin_step(self, step: NextStep) -> None:
-        self.reference.begin_step(step)
+        if not self.is_reference_free:
+            self.reference.begin_step(step)
 
     def prepare(self, batch: LocalBatch) -> None:
-        self.reference_scores = self.reference.sums(batch)
+        self.reference_scores = 0.0 if self.is_reference_free else self.reference.sums(batch)

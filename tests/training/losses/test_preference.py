@@ -492,7 +492,7 @@ def test_prompt_without_kto_baseline_response_raises(tmp_path: Path) -> None:
 def test_pairs_need_a_pair_loss_and_mix_with_other_rows(tmp_path: Path) -> None:
     row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(BadRow, match=r"`chosen`, `rejected` .* dpo, orpo, simpo, kto in train.losses"):
+    with pytest.raises(BadRow, match=r"`chosen`, `rejected` .* dpo, orpo, simpo, reward, kto in train.losses"):
         Renderer(tokenizer, True).render(row)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]
     path = pair_config(tmp_path / "run", losses, [row, {"text": "any number"}] * 40)

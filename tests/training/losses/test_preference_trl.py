@@ -9,10 +9,10 @@ import torch
 import trl
 from datasets import Dataset
 from fixtures import CHATML, TEXT, make_tokenizer
-from preference_cases import make_folder, pair_config
+from preference_cases import make_folder, make_scorer, pair_config
 from tiny import read_steps
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
@@ -73,7 +73,7 @@ def row_of(name: str) -> int:
 
 def theirs(trainer: type, config: type, folder: Path, rows: Any, order: list[list[int]], **options: Any) -> list[Any]:
     """The metrics of each step of a trainer of TRL's."""
-    options |= {"beta": 0.3, "max_length": None, "report_to": "none", "logging_steps": 1, "save_strategy": "no"}
+    options |= {"max_length": None, "report_to": "none", "logging_steps": 1, "save_strategy": "no"}
     options |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "remove_unused_columns": False}
     options |= {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0}
     options |= {"adam_beta2": 0.95, "max_steps": len(order), "disable_tqdm": True, "output_dir": str(folder / "trl")}
@@ -82,10 +82,14 @@ def theirs(trainer: type, config: type, folder: Path, rows: Any, order: list[lis
         def get_train_dataloader(self) -> Any:
             return DataLoader(self.train_dataset, batch_sampler=order, collate_fn=self.data_collator)
 
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    if trainer is trl.RewardTrainer:
+        models = [AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)]
+    else:
+        models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+        options["beta"] = 0.3
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     data = Dataset.from_list(rows)
-    running = InOrder(*models, config(**options), train_dataset=data, processing_class=tokenizer)
+    running = InOrder(*models, args=config(**options), train_dataset=data, processing_class=tokenizer)
     running.train()
     return [entry for entry in running.state.log_history if "loss" in entry]
 
@@ -111,6 +115,43 @@ def test_dpo_matches_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path) ->
             for name in ("rewards/chosen", "rewards/rejected"):
                 assert step[f"loss/dpo/{name}"] == pytest.approx(expected[name], abs=1e-5)
     assert abs(own[-1]["loss/dpo/margin"]) > 0.1
+
+
+def test_reference_free_dpo_matches_trl_with_zero_reference_log_probabilities(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", 0)
+    make_tokenizer(model, TEMPLATE)
+    rows = rows_of("texts")
+    loss = {"kind": "dpo", "options": {"beta": 0.3, "reference_free": True}}
+    own, names = ours(tmp_path / "ours", model, loss, rows)
+
+    class WithoutReference(trl.DPOTrainer):
+        def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+            zeros = [0.0] * len(dataset)
+            return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
+
+    order = [[row_of(name) for name in step[::2]] for step in names]
+    other = theirs(WithoutReference, trl.DPOConfig, model, rows, order, precompute_ref_log_probs=True)
+    assert len(own) == len(other) == STEPS
+    for step, expected in zip(own, other, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+        for name in ("rewards/chosen", "rewards/rejected"):
+            assert step[f"loss/dpo/{name}"] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_reward_training_matches_trl_over_ten_steps(tmp_path: Path) -> None:
+    model = make_scorer(tmp_path / "model")
+    dice = random.Random(2)
+    rows = [row | {"margin": round(dice.uniform(0, 1), 2)} for row in rows_of("chats")]
+    own, names = ours(tmp_path / "ours", model, {"kind": "reward", "options": {"centering": 0.05}}, rows)
+    order = [[row_of(name) for name in step[::2]] for step in names]
+    options = {"center_rewards_coefficient": 0.05, "disable_dropout": False}
+    other = theirs(trl.RewardTrainer, trl.RewardConfig, model, rows, order, **options)
+    assert len(own) == len(other) == STEPS
+    for step, expected in zip(own, other, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+        for name in ("margin", "accuracy"):
+            assert step[f"loss/reward/{name}"] == pytest.approx(expected[name], abs=1e-5)
+    assert abs(own[-1]["loss/reward/margin"]) > 0.1
 
 
 def single_rows() -> list[dict[str, Any]]:

@@ -11,7 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import DECAY, EXPERTS, KINDS, LR, RUNS, STEPS, config_of, give, gradients, sharded, train, walk
+from optimizer_cases import (
+    DECAY,
+    EXPERTS,
+    KINDS,
+    LR,
+    RUN_STEPS,
+    RUNS,
+    SAVED,
+    STEPS,
+    config_of,
+    give,
+    gradients,
+    sharded,
+    train,
+    walk,
+)
 from processes import run_on_ranks, train_in_this_world
 from safetensors.torch import load_file, save_file
 from tiny import read_steps
@@ -29,10 +44,10 @@ from omnizoo.training.optimizers.build import BF16, build_optimizer, set_learnin
 from omnizoo.training.optimizers.build import KINDS as BUILT_IN
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = {
-    2: {"dp2": {}, "ep2": {"ep": 2}},
-    4: {"dp4": {}, "hsdp": {"dp_replicate": 2}, "dp4.ep2": {"ep": 2}, "dp4.ep4": {"ep": 4}},
-}
+Layouts = dict[str, dict[str, int]]  # axes by name
+TWO: Layouts = {"dp2": {}, "ep2": {"ep": 2}}
+FOUR: Layouts = {"hsdp": {"dp_replicate": 2}, "dp4.ep2": {"ep": 2}}  # all axes
+OTHERS: Layouts = {"dp4": {}, "dp4.ep4": {"ep": 4}}
 WITHIN = {"fp32": 2e-5, "fp64": 1e-12}
 
 
@@ -118,10 +133,10 @@ def test_steps_match_formulas_on_full_tensors(
         assert_same_walk(kind, *walk(config, process), precision)
 
 
-def walk_all(process: Process, folder: Path, precision: str) -> None:
+def walk_all(process: Process, folder: Path, layouts: Layouts, precision: str) -> None:
     adafactor.PIECE_ON_HOST = 100  # several pieces of every matrix; these ranks do nothing else
     for kind in KINDS:
-        for layout, axes in LAYOUTS[process.world_size].items():
+        for layout, axes in layouts.items():
             overrides = [f"--parallel.{axis}={size}" for axis, size in axes.items()]
             config = load_config(folder / kind / "tiny.yaml", [*overrides, f"--train.precision={precision}"])
             walked = walk(config, process)
@@ -132,21 +147,25 @@ def walk_all(process: Process, folder: Path, precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.long)])  # fp32: above, and below
-@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.long)])  # the larger one has all axes
-def test_steps_on_every_layout_match_formulas(world: int, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [(4, FOUR), *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, OTHERS), (2, TWO)))],
+    ids=["four", "others", "two"],
+)
+def test_steps_on_every_layout_match_formulas(world: int, layouts: Layouts, precision: str, tmp_path: Path) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         config_of(tmp_path / kind, kind)
-    result = run_on_ranks(walk_all, world, tmp_path, precision)
+    result = run_on_ranks(walk_all, world, tmp_path, layouts, precision)
     assert result.code == 0, result.stdout + result.stderr
     for kind in KINDS:
-        for layout in LAYOUTS[world]:
+        for layout in layouts:
             walked = (load_file(tmp_path / kind / f"{layout} {when}.safetensors") for when in ("before", "after"))
             assert_same_walk(kind, *walked, precision)
 
 
 def resumed(folder: Path, kind: str) -> list[str]:
-    return ["--checkpoint.resume", str(folder / kind / "four" / "checkpoints" / "step_00000003")]
+    return ["--checkpoint.resume", str(folder / kind / "four" / "checkpoints" / f"step_{SAVED:08d}")]
 
 
 def four_ranks(process: Process, folder: Path) -> None:
@@ -185,8 +204,8 @@ def curve(folder: Path, kind: str, name: str) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize("kind", RUNS)
 def test_runs_on_two_and_four_ranks_match_one_process(runs: Path, kind: str) -> None:
     one = curve(runs, kind, "one")
-    assert list(one) == [1, 2, 3, 4, 5, 6]
-    assert one[6][0] < one[1][0]
+    assert list(one) == list(range(1, RUN_STEPS + 1))
+    assert one[RUN_STEPS][0] < one[1][0]
     for name in ("two", "four"):
         for step, values in curve(runs, kind, name).items():
             assert values == pytest.approx(one[step], rel=1e-9), (name, step)
@@ -196,10 +215,11 @@ def test_runs_on_two_and_four_ranks_match_one_process(runs: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", RUNS)
 def test_resumed_run_matches_uninterrupted_run_bit_for_bit(runs: Path, kind: str) -> None:
     whole, again = curve(runs, kind, "four"), curve(runs, kind, "four again")
-    assert again == {step: whole[step] for step in (4, 5, 6)}
-    for file in (runs / kind / "four" / "checkpoints" / "step_00000006" / "tensors").glob("*.safetensors"):
+    assert again == {step: whole[step] for step in range(SAVED + 1, RUN_STEPS + 1)}
+    last = Path("checkpoints", f"step_{RUN_STEPS:08d}", "tensors")
+    for file in (runs / kind / "four" / last).glob("*.safetensors"):
         saved = load_file(file)
-        other = load_file(runs / kind / "four again" / "checkpoints" / "step_00000006" / "tensors" / file.name)
+        other = load_file(runs / kind / "four again" / last / file.name)
         assert saved.keys() == other.keys()
         assert all(torch.equal(saved[name], other[name]) for name in saved)
 
@@ -214,14 +234,16 @@ def test_checkpoint_of_four_ranks_resumes_on_two(runs: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layouts", ["uly2.ring2,dp2.uly2.ep2", pytest.param("dp4,dp4.ep4", marks=pytest.mark.long)]
+    "layouts",
+    ["dp2.uly2.ep2", *(pytest.param(layouts, marks=pytest.mark.long) for layouts in ("uly2.ring2", "dp4,dp4.ep4"))],
 )  # what it computes on each axis is compared with formulas above
 def test_verify_passes_with_muon(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
     groups = "[{match: 'model.layers.3.*', lr: 1e-5}, {match: '*embed*', freeze: true}]"
     args = ["--optimizer.kind", "muon", "--optimizer.groups", groups]
     example = str(ROOT / "examples/qwen3_moe_tiny.yaml")
     assert main(["verify", example, "--world", "4", "--layouts", layouts, *args]) == 0
-    assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+    count = len(layouts.split(","))
+    assert f"{count} of {count} layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
 # Groups.
@@ -493,8 +515,8 @@ def test_resume_with_another_optimizer_raises(tmp_path: Path, capfd: pytest.Capt
 
 def eight_bits(process: Process, folder: Path) -> None:
     torch.compile = lambda function, **options: function
-    args = [folder / "tiny.yaml", "--checkpoint.every", "3", "--checkpoint.keep", "9"]
-    resumed = ["--checkpoint.resume", folder / "2" / "checkpoints" / "step_00000003"]
+    args = [folder / "tiny.yaml", "--checkpoint.every", str(SAVED), "--checkpoint.keep", "9"]
+    resumed = ["--checkpoint.resume", folder / "2" / "checkpoints" / f"step_{SAVED:08d}"]
     own, again = folder / str(process.world_size), folder / f"{process.world_size} again"
     assert train_in_this_world([*args, "--log.dir", own]) == 0
     assert train_in_this_world([*args, "--log.dir", again, *resumed]) == 0
@@ -510,6 +532,6 @@ def test_8_bit_state_resumes_exactly_on_any_layout(tmp_path: Path) -> None:
     whole, again, other, alone = (
         {row["step"]: row["loss"] for row in read_steps(tmp_path / name)} for name in ("2", "2 again", "4 again", "4")
     )
-    assert again == {step: whole[step] for step in (4, 5, 6)}
+    assert again == {step: whole[step] for step in range(SAVED + 1, RUN_STEPS + 1)}
     assert other == pytest.approx(again, rel=1e-3)  # 8-bit blocks are of shards
     assert alone == pytest.approx(whole, rel=1e-3)
