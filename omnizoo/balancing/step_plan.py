@@ -151,7 +151,7 @@ def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTo
 
 
 def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: int, pack_flops: float) -> StepTotals:
-    """Return the totals of records of dtype `COUNT` and `ITEM`."""
+    """Return the totals over all records: counts of packs (dtype `COUNT`) and media items (dtype `ITEM`)."""
     targets = {TEXT: int(counts["num_targets"].sum())}
     for i, port in enumerate(ports):
         if port.role == "encoder":
@@ -224,6 +224,11 @@ class MicroBatchPlan:
     def owned(self, rank: int) -> list[tuple[int, Port]]:
         """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
+
+    def destination(self, item: int) -> tuple[int, int]:
+        """Return the data-parallel rank of an item's pack, and the index of the item among those of that rank."""
+        dp_rank = int(self.dp_of[item])
+        return dp_rank, item - int(np.searchsorted(self.dp_of, dp_rank))
 
     def source_of(self, item: int) -> int:
         """Return the index in `data.sources` of an item, given its number in this micro-batch."""
