@@ -275,7 +275,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     return matrices - excluded
 
 
-def num_heads(model: nn.Module, key: str) -> dict[nn.Parameter, int]:
+def num_heads(model: nn.Module, key: str) -> dict[torch.Tensor, int]:
     """Return the number of heads in the rows of each query, key and value projection.
 
     They are the linear layers in `QUERY_KEY_VALUE` of modules with a `head_dim`.
