@@ -40,7 +40,6 @@ PACK = np.dtype(
         ("index", "i8"),  # position of the pack in the run
         ("is_dummy", "i8"),  # 1 for dummy packs
         ("num_segments", "i8"),
-        ("num_counts", "i8"),  # number of data sources of the segments
         ("num_items", "i8"),  # number of media items
         ("cost", "f8"),  # FLOPs, without media items
     ]
@@ -48,6 +47,7 @@ PACK = np.dtype(
 COUNT = np.dtype(  # counts of the segments of a pack that come from the same source
     [
         ("source", "i8"),  # index in data.sources
+        ("num_samples", "i8"),
         ("num_tokens", "i8"),
         ("num_targets", "i8"),  # number of text tokens that contribute to the loss
         ("target_weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
@@ -96,12 +96,11 @@ class PackTable:
         items = [item for pack in packs for item in pack.items]
         lengths = [length for pack in packs for length in pack.lengths]
         spans = [span for item in items for span in item.spans]
-        counts = [_count_records(pack) for pack in packs]
-        pack_records = [_pack_record(pack, len(records), cost) for pack, records in zip(packs, counts, strict=True)]
+        counts = [record for pack in packs for record in _count_records(pack)]
         return cls(
-            packs=np.array(pack_records, PACK),
+            packs=np.array([_pack_record(pack, cost) for pack in packs], PACK),
             lengths=np.array(lengths, np.int64),
-            counts=np.array([record for records in counts for record in records], COUNT),
+            counts=np.array(counts, COUNT),
             items=np.array([_item_record(item, ports) for item in items], ITEM),
             spans=np.array(spans, np.int64).reshape(-1, 2),
         )
@@ -155,19 +154,26 @@ class PackTable:
         return [(first + offset, count) for first, count in spans]
 
 
-def _pack_record(pack: Pack, num_counts: int, cost: Cost) -> tuple[Any, ...]:
+def _pack_record(pack: Pack, cost: Cost) -> tuple[Any, ...]:
     """Return the metadata of one pack as a record of dtype `PACK`."""
-    return (pack.index, pack.is_dummy, len(pack.lengths), num_counts, len(pack.items), cost(pack))
+    return (pack.index, pack.is_dummy, len(pack.lengths), len(pack.items), cost(pack))
 
 
 def _count_records(pack: Pack) -> list[tuple[Any, ...]]:
-    """Return the counts of a pack for each source that its segments come from, as records of dtype `COUNT`."""
+    """Return the counts of a pack for each source that its segments come from, as records of dtype `COUNT`.
+
+    Dummy packs have none.
+    """
+    if pack.is_dummy:
+        return []
     target_index = np.flatnonzero(pack.columns["labels"] != IGNORE_INDEX)
     segment_of_target = np.searchsorted(np.cumsum(pack.lengths), target_index, side="right")
     weights = np.ones(len(target_index))
     if "loss_weights" in pack.columns:
         weights = pack.columns["loss_weights"][target_index].astype(np.float64)
     roles = pack.preferences.roles if pack.preferences else [""] * len(pack.lengths)
+
+    samples = [name.removesuffix(f"/{role}") for name, role in zip(pack.sample_ids, roles, strict=True)]
 
     records = []
     source_of_segment = np.array(pack.sources)
@@ -177,6 +183,7 @@ def _count_records(pack: Pack) -> list[tuple[Any, ...]]:
         roles_of_source = [roles[segment] for segment in segments]
         record = (
             source,
+            len({samples[segment] for segment in segments}),
             sum(pack.lengths[segment] for segment in segments),
             int(is_counted.sum()),
             float(weights[is_counted].sum()),

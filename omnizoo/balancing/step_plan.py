@@ -39,6 +39,7 @@ class StepTotals:
     weight: float  # sum of the weights of text targets; equals their number if no row sets a weight
     flops: float  # FLOPs of packs and media items
     answers: int = 0  # number of segments with a text target
+    samples: int = 0
     # Counts for preference losses:
     pairs: int = 0  # number of preference pairs
     desirable: int = 0  # number of responses labeled desirable (KTO)
@@ -127,9 +128,7 @@ def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
     """
     is_real = table.packs["is_dummy"] == 0
     packs = table.packs[is_real]
-    counts = table.counts[np.repeat(is_real, table.packs["num_counts"])]
-    items = table.items[np.repeat(is_real, table.packs["num_items"])]
-    return _totals(counts, items, ports, num_packs=len(packs), pack_flops=_sum(packs["cost"]))
+    return _totals(table.counts, table.items, ports, num_packs=len(packs), pack_flops=_sum(packs["cost"]))
 
 
 def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTotals]:
@@ -141,11 +140,9 @@ def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTo
         table: Metadata of the packs of all ranks.
         ports: All ports of the model.
     """
-    is_dummy = table.packs["is_dummy"] == 1
-    counts = table.counts[np.repeat(~is_dummy, table.packs["num_counts"])]
     totals = {}
-    for source in np.unique(counts["source"]).tolist():
-        counts_of_source = counts[counts["source"] == source]
+    for source in np.unique(table.counts["source"]).tolist():
+        counts_of_source = table.counts[table.counts["source"] == source]
         items_of_source = table.items[table.items["source"] == source]
         totals[source] = _totals(
             counts_of_source, items_of_source, ports, num_packs=len(counts_of_source), pack_flops=0.0
@@ -154,7 +151,7 @@ def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTo
 
 
 def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: int, pack_flops: float) -> StepTotals:
-    """Return the totals of records of dtype `COUNT` and `ITEM`."""
+    """Return the totals over all records: counts of packs (dtype `COUNT`) and media items (dtype `ITEM`)."""
     targets = {TEXT: int(counts["num_targets"].sum())}
     for i, port in enumerate(ports):
         if port.role == "encoder":
@@ -167,6 +164,7 @@ def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: i
     return StepTotals(
         tokens=int(counts["num_tokens"].sum()),
         packs=num_packs,
+        samples=int(counts["num_samples"].sum()),
         targets=targets,
         weight=_sum(counts["target_weight"]),
         flops=pack_flops + _sum(items["cost"]),
@@ -226,6 +224,11 @@ class MicroBatchPlan:
     def owned(self, rank: int) -> list[tuple[int, Port]]:
         """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
+
+    def destination(self, item: int) -> tuple[int, int]:
+        """Return the data-parallel rank of an item's pack, and the index of the item among those of that rank."""
+        dp_rank = int(self.dp_of[item])
+        return dp_rank, item - int(np.searchsorted(self.dp_of, dp_rank))
 
     def source_of(self, item: int) -> int:
         """Return the index in `data.sources` of an item, given its number in this micro-batch."""

@@ -23,7 +23,7 @@ from omnizoo.modalities.processor_files import PROCESSOR_FILES, processor_files
 from omnizoo.modalities.processor_needs import TORCHVISION, processor_packages
 from omnizoo.models.adapters.lora import AdapterInfo, merge
 from omnizoo.models.adapters.peft_files import write_folder
-from omnizoo.models.export_files import set_dtype
+from omnizoo.models.export_files import set_dtype, write_dtype
 from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
 from omnizoo.models.interfaces.score_head import set_padding
 from omnizoo.models.read_config import load_tokenizer, read_generation_config, read_model_config
@@ -166,12 +166,15 @@ def _write_model(
     model_folder: Path,
 ) -> None:
     """Write the config and the weights, and copy the processor files from `model_folder`."""
-    set_dtype(model.config, dtype or next(t.dtype for t in state.values() if t.is_floating_point()))
+    dtype = dtype or next(t.dtype for t in state.values() if t.is_floating_point())
+    set_dtype(model.config, dtype)
     if (model_folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(model_folder)
     tied = tied_sources(model)
     state = {tied.get(name, name): tensor for name, tensor in state.items()}
     model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_FILE_SIZE)
+    # `save_pretrained` writes the dtype of the parameters of `model`, which are on the meta device.
+    write_dtype(folder / "config.json", dtype, type(model).__name__)
     for name in (*PROCESSOR_FILES, VOICES):
         if (model_folder / name).is_file():
             shutil.copyfile(model_folder / name, folder / name)

@@ -20,6 +20,8 @@ from omnizoo.config.schema import Config
 from omnizoo.config.yaml_file import save_config
 from omnizoo.modalities.processor_files import processor_files
 from omnizoo.models.adapters.base_identity import check_base_identity
+from omnizoo.models.diffusion.expert_pair import save_denoiser_config
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.export_files import write_processor
 from omnizoo.models.media.composed import save_model_config
 from omnizoo.models.read_config import tokenizer_folder
@@ -82,28 +84,36 @@ def save_checkpoint(
         if mesh.is_first:
             folder.write_json(partial / "state.json", {"step": step, **state})
             save_config(config, partial / "config.yaml")
-            if isinstance(model, PreTrainedModel):
-                save_model_config(model, partial / "model")
-                write_processor(model, partial / "model", bool(getattr(tokenizer, "chat_template", None)))
-                if getattr(model, "generation_config", None) is not None:
-                    model.generation_config.save_pretrained(partial / "model")
-            tokenizer.save_pretrained(partial / "model")
-            # Add processor files from the folder of the tokenizer, if the model did not write its own.
-            for file in processor_files(tokenizer_folder(config.model)):
-                if not (partial / "model" / file.name).exists():
-                    shutil.copyfile(file, partial / "model" / file.name)
+            write_model_files(model, tokenizer, config, partial / "model")
             written = {f"tensors/{name}": file for files in shards for name, file in files.items()}
             folder.commit(partial, final, step, state["run"], written)
 
-    _on_all(mesh, prepare, partial)
-    shards = mesh.gather(_on_all(mesh, write, partial))
-    _on_all(mesh, finish, partial)
+    on_all_ranks(mesh, prepare, partial)
+    shards = mesh.gather(on_all_ranks(mesh, write, partial))
+    on_all_ranks(mesh, finish, partial)
     if mesh.is_first:
         try:
             retention.prune(directory, config.checkpoint.keep, final)
         except OSError as error:
             logger.warning("checkpoint.keep: older checkpoints in %s could not be removed: %s", directory, error)
     return final
+
+
+def write_model_files(model: nn.Module, tokenizer: Any, config: Config, out: Path) -> None:
+    """Write the files of a Hugging Face folder in addition to weights: config, tokenizer, processor."""
+    if isinstance(model, PreTrainedModel):
+        save_model_config(model, out)
+        write_processor(model, out, bool(getattr(tokenizer, "chat_template", None)))
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(out)
+    if denoiser_recipe(model) is not None:
+        save_denoiser_config(model, out)
+        return
+    tokenizer.save_pretrained(out)
+    # Add processor files from the folder of the tokenizer, if the model did not write its own.
+    for file in processor_files(tokenizer_folder(config.model)):
+        if not (out / file.name).exists():
+            shutil.copyfile(file, out / file.name)
 
 
 def load_checkpoint(
@@ -166,7 +176,7 @@ def _read_errors(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
+def on_all_ranks(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
     """Run `work` on all ranks. If it fails on any rank, remove `partial` and raise a `SaveError` on all ranks."""
 
     def saving() -> T:

@@ -1,6 +1,6 @@
 """Stream the full tensors of a sharded model one after the other, under their names in the published files."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,13 @@ from omnizoo.parallel.fsdp.sharded_tensors import full_tensor
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | None, is_kept: bool) -> Named:
+def stream_weights(
+    model: nn.Module,
+    keys: PublishedKeys,
+    dtype: torch.dtype | None,
+    is_kept: bool,
+    fixed: Collection[str] = (),
+) -> Named:
     """Yield the published names and full tensors of a model, with its adapter merged.
 
     Tensors are gathered one group at a time. A group contains tensors that are stored together in the published files.
@@ -27,11 +33,18 @@ def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | N
         keys: Mapping to the published names.
         dtype: Precision of the tensors. None keeps the precision of the model.
         is_kept: Whether this rank needs the tensors. If False, nothing is yielded.
+        fixed: Names of tensors that keep their precision.
     """
     tensors = _local_tensors(model)
+
+    def dtype_of(name: str) -> torch.dtype:
+        tensor = tensors[name]
+        is_cast = dtype is not None and name not in fixed and tensor.is_floating_point()
+        return dtype if is_cast and dtype is not None else tensor.dtype
+
     for group in keys.groups(_names_without_adapter(model, tensors)):
         weights = {name: _full_weight(model, name, tensors) for name in group}
-        weights = {name: weight.to(dtype or tensors[name].dtype) for name, weight in weights.items()}
+        weights = {name: weight.to(dtype_of(name)) for name, weight in weights.items()}
         if is_kept:
             yield from ((name, tensor.contiguous()) for name, tensor in keys.convert(model, weights).items())
 
@@ -67,17 +80,26 @@ def _full_weight(model: nn.Module, name: str, tensors: dict[str, torch.Tensor]) 
     return weight if adapter is None else _merged(model, adapter, name, weight, tensors)
 
 
+def stream_trained(model: nn.Module, adapter: AdapterInfo, is_kept: bool) -> Named:
+    """Yield the names and full tensors of the trained weights of an adapter, as checkpoints store them.
+
+    Collective: all ranks must exhaust the iterator.
+    """
+    for name, parameter in model.named_parameters():
+        if name in adapter.trained:
+            full = full_tensor(parameter)
+            if is_kept:
+                yield name, full
+
+
 def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -> Named:
     """Yield the PEFT names and full tensors of the adapter. Collective: all ranks must exhaust the iterator."""
     adapter = attached(model)
     if adapter is None:
         raise UserError("adapter_only: the model has no adapter (model.adapter). Remove the argument.")
-    for name, parameter in model.named_parameters():
-        if name in adapter.trained:
-            full = full_tensor(parameter)
-            if is_kept:
-                key, factor = published_factor(name, full, adapter)
-                yield key, factor.to(dtype or factor.dtype).contiguous()
+    for name, full in stream_trained(model, adapter, is_kept):
+        key, factor = published_factor(name, full, adapter)
+        yield key, factor.to(dtype or factor.dtype).contiguous()
 
 
 def _merged(

@@ -11,7 +11,7 @@ from pathlib import Path
 from omnizoo.cli.render_file import render_file
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.parallel.layout import check_step, plan_layout
 
 MAX_COUNT = 100_000  # maximum number of nodes, of ranks per node, and of cores per rank
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_arguments(args)
     config = load_config(args.config, args.overrides)
     layout = plan_layout(config.parallel, args.nodes * args.nproc)
-    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    check_step(layout, config.train)
     name = re.sub(r"[^a-z0-9]+", "-", Path(config.log.dir).name.lower()).strip("-")[:50] or "train"
     command = shlex.join(["omnizoo", "train", args.config, *args.overrides])
     print(render_file(f"{args.kind}.jinja", job=args, name=name, command=command), end="")

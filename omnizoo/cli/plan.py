@@ -19,7 +19,7 @@ from omnizoo.cli.parser import path_argument
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.hub.resolve import resolve_names
-from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.parallel.layout import check_step, plan_layout
 from omnizoo.planning.devices import read_device
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, needs_data=False)
     device = read_device(args.device)
     layout = plan_layout(config.parallel, args.world)
-    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    check_step(layout, config.train)
     config, _ = resolve_names(config, with_weights=False)
     quiet()
     from omnizoo.planning.advice import advise, usable_memory

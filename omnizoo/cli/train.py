@@ -11,7 +11,7 @@ from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
 from omnizoo.launch.output import continue_without_output
 from omnizoo.launch.rank_failure import expected_failure, report_failure
-from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.parallel.layout import check_step, plan_layout
 from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
 from omnizoo.reporting.start_clock import StartClock
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         )
     world = started_ranks or args.nproc or 1
     layout = plan_layout(config.parallel, world)
-    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    check_step(layout, config.train)
     if started_ranks is None:  # otherwise one rank of each node downloads, after the ranks have connected
         config, pins = resolve_names(config)
         if world > 1:

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from omnizoo.config.sections.base import ConfigSection
 from omnizoo.config.sections.checkpoint import CheckpointSection
-from omnizoo.config.sections.data import DataSection, fitting_lanes
+from omnizoo.config.sections.data import SAMPLES_PER_LANE, DataSection, fitting_lanes
 from omnizoo.config.sections.evaluation import EvaluationSection
 from omnizoo.config.sections.log import LogSection
 from omnizoo.config.sections.loss_options import PREFERENCES, ROUTER_LOSSES, SCORE_LOSSES
@@ -102,6 +102,11 @@ class Config(ConfigSection):
         updates = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updates)
 
+    def with_packs_per_step(self, packs: int) -> "Config":
+        """Return a copy of the config whose steps all have this number of packs."""
+        sizes = {"packs_per_step": packs, "tokens_per_step": None, "samples_per_step": None, "batch_warmup": None}
+        return self.changed(train=sizes)
+
     @model_validator(mode="before")
     @classmethod
     def _derive_defaults(cls, value: Any) -> Any:
@@ -112,6 +117,9 @@ class Config(ConfigSection):
         data = value.get("data")
         if isinstance(data, dict) and data.get("lanes") is None:
             packs = _value_of(value.get("train"), "packs_per_step")
+            samples = _value_of(value.get("train"), "samples_per_step")
+            if type(samples) is int and samples > 0:
+                packs = max(1, samples // SAMPLES_PER_LANE)
             if type(packs) is not int or packs <= 0:  # validation reports an invalid value
                 packs = TrainSection.model_fields["packs_per_step"].default
             value |= {"data": data | {"lanes": fitting_lanes(packs)}}
@@ -169,6 +177,17 @@ class Config(ConfigSection):
             raise ValueError(
                 f"train.epochs: every row is read equally often, but data.sources have the weights {listed}. Remove "
                 "the weights, or set train.steps."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_look_ahead(self) -> "Config":
+        """Check that `data.look_ahead` is not set if the samples of a step are packed separately."""
+        samples = self.train.samples_per_step
+        if samples is not None and self.data.look_ahead is not None:
+            raise ValueError(
+                f"data.look_ahead: {self.data.look_ahead} has no effect with train.samples_per_step: {samples}. Only "
+                "samples of the same step are packed together. Remove data.look_ahead."
             )
         return self
 

@@ -4,6 +4,7 @@ These are processor settings, voices, and the dtype of the published weights. Th
 separately from weights, config and tokenizer. Only files with known names are read, and none of them is code.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +82,23 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
     for name in getattr(config, "sub_configs", {}):
         if (inner := getattr(config, name, None)) is not None:
             set_dtype(inner, dtype)
+
+
+def write_dtype(file: Path, dtype: torch.dtype, model_class: str) -> None:
+    """Set the dtype, also of sub-configs, and the class of the model in a config.json."""
+    fields = json.loads(file.read_text())
+    name = str(dtype).removeprefix("torch.")
+
+    def update(config: dict[str, Any]) -> None:
+        if "dtype" in config:
+            config["dtype"] = name
+        for value in config.values():
+            if isinstance(value, dict):
+                update(value)
+
+    update(fields)
+    fields |= {"dtype": name, "architectures": [model_class]}
+    file.write_text(json.dumps(dict(sorted(fields.items())), indent=2) + "\n")
 
 
 def _dtype(folder: Path, config: Any) -> torch.dtype | None:

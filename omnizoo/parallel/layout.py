@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.parallel import ParallelSection
+from omnizoo.config.sections.train import TrainSection
 
 SHORT = {"rep": "dp_replicate", "dp": "dp_shard", "uly": "ulysses", "ring": "ring", "ep": "ep"}
 
@@ -103,6 +104,18 @@ def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
             f"{product} does not divide the world size {world_size}. Reduce one of these sizes."
         )
     return world_size // product
+
+
+def check_step(layout: Layout, train: TrainSection) -> None:
+    """Check that the packs of a step can be divided evenly over ranks and micro-batches.
+
+    Steps that are defined by samples need no check, because dummy packs are added.
+
+    Raises:
+        UserError: If they cannot.
+    """
+    if train.samples_per_step is None:
+        micro_batches(layout, train.packs_per_step, train.micro_batch)
 
 
 def micro_batches(layout: Layout, packs_per_step: int, micro_batch: int) -> int:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from omnizoo.config.schema import Config
 from omnizoo.ops.device import BACKENDS
 from omnizoo.parallel.groups import AXES_INSIDE_BLOCKS, group_along, mesh_of_groups, ranks_along
-from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
+from omnizoo.parallel.layout import Layout, check_step, plan_layout
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.traffic_tag import sent_along
 
@@ -163,7 +163,7 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         UserError: If the layout does not fit the world size, the packs per step or the micro-batch.
     """
     layout = plan_layout(config.parallel, process.world_size)
-    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    check_step(layout, config.train)
     views = views_of(layout)
     groups = {}
     for sizes in views.values():

@@ -36,6 +36,7 @@ class RunFolder:
         self.samples = root / "samples.jsonl"  # one object per response to a held-out prompt
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"
+        self.exports = root / "exports"  # Hugging Face folders (`checkpoint.export`)
         self.report = root / "report.html"
         self.profile = root / "profile"  # folder for profiler traces
         self.wandb_id = root / "wandb_id"  # id of the run at Weights & Biases

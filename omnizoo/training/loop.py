@@ -19,7 +19,7 @@ from omnizoo.training.callbacks.base import Callback
 from omnizoo.training.callbacks.dispatcher import Requests, raise_failure
 from omnizoo.training.profiling.profiler import Profiler
 from omnizoo.training.recorder import Recorder
-from omnizoo.training.saving import save_run
+from omnizoo.training.saving import export_weights, save_run
 from omnizoo.training.setup import RunContext, joined_world, load_run_config, prepare_run
 from omnizoo.training.startup_table import closing_message, open_recorder
 from omnizoo.training.step import train_step
@@ -115,6 +115,8 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> str:
         is_stopped = result.stop or requests.stop
         is_last = state.step == config.train.steps or is_stopped
         is_saved = False
+        if config.checkpoint.exports_at(state.step):
+            export_weights(run, recorder)
         if is_last or requests.save or config.checkpoint.is_due(state.step):
             is_saved = save_run(run, recorder, must_succeed=is_last)
         if is_last:

@@ -1,8 +1,10 @@
 """Save a checkpoint of a run."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from omnizoo.checkpoint.periodic_export import export_step
 from omnizoo.checkpoint.save import SaveError, save_checkpoint
 from omnizoo.config.errors import TrainingError
 from omnizoo.data.loading.loader import merge_states
@@ -45,6 +47,41 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> bool:
         recorder.print(f"warning: {message} Training continues (checkpoint.on_save_error: continue).")
         return False
     return True
+
+
+def export_weights(run: RunContext, recorder: Recorder) -> None:
+    """Write the weights after the current step as a Hugging Face folder. Collective: all ranks must call it.
+
+    Exports are written before the checkpoint of the same step, so a run that is killed during an export resumes from an
+    earlier step and repeats it.
+
+    Raises:
+        TrainingError: If writing fails and `checkpoint.on_save_error` is `stop`.
+    """
+    setup, step = run.setup, run.state.step
+    settings = run.config.checkpoint.export
+    assert settings is not None
+    assert setup.published_keys is not None
+    directory = Path(settings.dir) if settings.dir else run.folder.exports
+    try:
+        with run.objective.phases("checkpoint"):
+            folder = export_step(
+                directory,
+                step,
+                setup.model,
+                setup.published_keys,
+                setup.adapter,
+                run.mesh,
+                run.config,
+                setup.tokenizer,
+            )
+    except SaveError as error:
+        message = f"the weights of step {step} could not be exported to {directory}: {error}."
+        if run.config.checkpoint.on_save_error == "stop":
+            raise TrainingError(message) from error
+        recorder.print(f"warning: {message} Training continues (checkpoint.on_save_error: continue).")
+        return
+    recorder.print(f"exported the weights of step {step} to {folder}")
 
 
 def _state_to_save(run: RunContext) -> dict[str, Any]:

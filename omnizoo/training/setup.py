@@ -36,7 +36,8 @@ from omnizoo.data.sources.base import RowSource
 from omnizoo.models.adapters.record import adapter_record
 from omnizoo.models.build import build_model, check_vocabulary
 from omnizoo.models.chat_tokenizer import load_chat_tokenizer
-from omnizoo.models.hf_private import most_positions
+from omnizoo.models.diffusion.recipe import denoiser_recipe
+from omnizoo.models.hf_private import PublishedKeys, most_positions
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.ops.determinism import deterministic_algorithms
 from omnizoo.ops.device import is_host, use_tensor_cores
@@ -52,9 +53,10 @@ from omnizoo.training.callbacks.best_checkpoint import check_metrics
 from omnizoo.training.callbacks.build import user_callbacks, watchers
 from omnizoo.training.callbacks.dispatcher import Callbacks
 from omnizoo.training.callbacks.loggers import built_in_loggers
+from omnizoo.training.denoising.reader_inputs import Simulated, denoiser_inputs
 from omnizoo.training.evaluation.held_out import Evaluator, read_parts
 from omnizoo.training.losses.base import NamedLoss
-from omnizoo.training.objective import LanguageObjective, build_objective
+from omnizoo.training.objective import Objective, build_objective
 from omnizoo.training.optimizers.build import build_optimizer
 from omnizoo.training.overlong_warnings import OverlongWarnings
 from omnizoo.training.preflight import check_model, check_plugins, check_rows, lock_folders
@@ -72,10 +74,13 @@ class ModelBundle:
     config: Config
     tokenizer: Any  # None if no tokenizer is needed
     model: nn.Module  # on the meta device until `set_up_training`
+    simulated: Simulated | None = None  # how items of a diffusion transformer are simulated, in `verify` and `plan`
 
     @cached_property
     def media(self) -> dict[str, Any]:
         """Arguments of readers and loaders that depend on the model. Read them before the model is sharded."""
+        if denoiser_recipe(self.model) is not None:
+            return denoiser_inputs(self.config, self.simulated)
         return read_modalities(self.model, self.config.model) | {"most_positions": most_positions(self.model)}
 
     def reader(self, sources: Sequence[RowSource] | None = None) -> Reader:
@@ -105,9 +110,10 @@ class TrainingSetup:
     start: StartingPoint
     adapter: dict[str, Any] | None  # stored in checkpoints; None without an adapter
     optimizer: torch.optim.Optimizer | None  # None for evaluation
-    objective: LanguageObjective
+    objective: Objective
     balancer: Balancer
     saved: Mapping[str, Any]  # `state.json` of the checkpoint that the run resumes from; empty for a new run
+    published_keys: PublishedKeys | None  # published names of the weights, if `checkpoint.export` is set
 
     def identity(self) -> dict[str, Any]:
         """Return the run id and the adapter record. Every checkpoint of the run stores them."""
@@ -139,7 +145,7 @@ class RunContext:
     prepared_at: float  # `time.perf_counter()` before the first step was loaded
 
     @property
-    def objective(self) -> LanguageObjective:
+    def objective(self) -> Objective:
         return self.setup.objective
 
     @property
@@ -185,8 +191,7 @@ def joined_world(
     with joined as process, deterministic:
         config = resolve_precision(config, process.device)
         if not has_loader:
-            batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
-            config = config.changed(train=batch)
+            config = config.with_packs_per_step(process.world_size * config.train.micro_batch)
         elif worker_count(config.data.workers):
             start_server()  # start it now, because starting takes seconds
         mesh = build_mesh(config, process)
@@ -222,8 +227,9 @@ def build_bundle(config: Config, tokenizer_required: bool = True) -> ModelBundle
     Raises:
         UserError: If the model cannot be built, or the tokenizer has more tokens than the model.
     """
-    tokenizer = load_chat_tokenizer(config) if tokenizer_required else None
     model = build_model(config.model, config.train.precision)
+    needs_tokenizer = tokenizer_required and denoiser_recipe(model) is None
+    tokenizer = load_chat_tokenizer(config) if needs_tokenizer else None
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)
     return ModelBundle(config, tokenizer, model)
@@ -265,6 +271,7 @@ def set_up_training(
     if not is_dry_run:
         local_record = on_all_ranks(lambda: adapter_record(model, config) if mesh.is_first else None)
         adapter = mesh.from_first(local_record)
+    published_keys = PublishedKeys(model) if config.checkpoint.export else None  # before the model is sharded
     loads_weights = not is_dry_run and (start.checkpoint is None or adapter is not None)
     on_all_ranks(lambda: parallelize_model(model, mesh, config, load=loads_weights, done=done))
     if fill is not None:
@@ -285,6 +292,7 @@ def set_up_training(
         objective=on_all_ranks(lambda: build_objective(model, mesh, config, losses)),
         balancer=Balancer(model, mesh, config),
         saved=saved,
+        published_keys=published_keys,
     )
 
 

@@ -16,7 +16,7 @@ from omnizoo.ops.device import device_name
 from omnizoo.ops.quantization import count_weights
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.fsdp.sharded_tensors import local_bytes
-from omnizoo.parallel.layout import micro_batches
+from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.reporting.plural import plural
 from omnizoo.reporting.start_clock import StartClock
@@ -87,17 +87,29 @@ def _describe_step(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, st
     """Return the rows about the mesh, the number of steps and the size of a step."""
     train, layout = config.train, mesh.layout
     weights = f"{local_bytes(model) / MIB:.1f} MiB of weights each"
-    num_micro_batches = micro_batches(layout, train.packs_per_step, train.micro_batch)
     epochs = "" if train.epochs is None else f": {plural(train.epochs, 'epoch')}"
     return {
         "mesh": f"{layout} = {plural(layout.world, 'rank')} on {device_name(mesh.device)}; {weights}",
         "run": f"{train.steps:,} steps{epochs}",
-        "step": (
-            f"{train.packs_per_step} packs of up to {config.data.pack_tokens} tokens, "
-            f"{train.packs_per_step * config.data.pack_tokens:,} in total; per rank "
-            f"{plural(num_micro_batches, 'micro-batch', 'micro-batches')} of {train.micro_batch}"
-        ),
+        "step": _describe_size(config, layout),
     }
+
+
+def _describe_size(config: Config, layout: Layout) -> str:
+    """Return a description of the size of a step."""
+    train, pack_tokens = config.train, config.data.pack_tokens
+    if train.samples_per_step is not None:
+        size = f"{plural(train.samples_per_step, 'sample')} in packs of up to {pack_tokens} tokens"
+        per_rank = f"micro-batches of {plural(train.micro_batch, 'pack')}"
+    else:
+        num_micro_batches = micro_batches(layout, train.packs_per_step, train.micro_batch)
+        num_tokens = train.packs_per_step * pack_tokens
+        size = f"{train.packs_per_step} packs of up to {pack_tokens} tokens, {num_tokens:,} in total"
+        per_rank = f"{plural(num_micro_batches, 'micro-batch', 'micro-batches')} of {train.micro_batch}"
+    growth = ""
+    if train.batch_warmup is not None:
+        growth = f"; grows from {train.step_sizes.of_step(0)} in {plural(train.batch_warmup.steps, 'step')}"
+    return f"{size}; per rank {per_rank}{growth}"
 
 
 def _describe_sources(reader: Reader) -> Iterator[str]:

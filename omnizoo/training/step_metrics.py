@@ -41,12 +41,14 @@ def step_metrics(run: RunContext, data: StepData, result: StepResult, timer: Ste
         **result.metrics(),
         "loss": result.loss if data.totals.has_targets else None,
         "tokens": data.tokens,
+        "samples": data.totals.samples,
+        "packs": data.totals.packs,
         "tokens_seen": run.state.tokens_seen,
         "tokens_per_sec": data.tokens / timer.total,
         "mfu": _mfu(run, data.totals.flops / timer.total),
         "memory_gb": memory_gb(mesh.device),
         "data_wait": timer.data_wait / timer.total,
-        "fill": data.tokens / (config.train.packs_per_step * config.data.pack_tokens),
+        "fill": data.tokens / (_num_packs(run, data) * config.data.pack_tokens),
         "imbalance": max(data.imbalance.values()),
     }
     if run.objective.ports:
@@ -55,6 +57,14 @@ def step_metrics(run: RunContext, data: StepData, result: StepResult, timer: Ste
     metrics |= {name: count for name, count in data.counters.items() if name != ROWS_READ}
     metrics["epoch"] = data.counters[ROWS_READ] / num_rows
     return metrics
+
+
+def _num_packs(run: RunContext, data: StepData) -> int:
+    """Return the number of packs in the step, including packs whose samples were all dropped."""
+    train = run.config.train
+    if train.samples_per_step is not None:
+        return max(1, data.totals.packs)
+    return train.step_sizes.of_step(run.state.step - 1)
 
 
 def _mfu(run: RunContext, flops_per_second: float) -> float | None:

@@ -15,6 +15,7 @@ from tiny import write_config, write_rows
 
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
+from omnizoo.config.sections.step_sizes import StepSizes
 from omnizoo.data.loading.inspection import Inspection, histogram, inspect_data, one_lane, pieces
 from omnizoo.data.loading.lane_stream import LaneAssignment
 from omnizoo.data.loading.loader import Loader
@@ -68,7 +69,7 @@ def inspection(reader: Reader) -> Inspection:
 @pytest.fixture(scope="module")
 def packs(reader: Reader, inspection: Inspection) -> list[Pack]:
     """Return the packs of training."""
-    loader = Loader(reader, LaneAssignment(0, 1, 1, 1))
+    loader = Loader(reader, LaneAssignment(0, 1, 1, StepSizes(1)))
     return [loader.next_step().packs[0] for _ in range(inspection.packs)]
 
 

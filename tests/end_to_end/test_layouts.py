@@ -43,10 +43,16 @@ DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
 STEPS, SAVED, FEW = 8, 4, 3
 SAVING = ["--checkpoint.every", str(SAVED), "--checkpoint.keep", "9"]
 SHORT = ["--train.steps", str(FEW)]
+# Steps of 5 to 19 samples, whose number of packs is no multiple of the number of ranks.
+SAMPLES = [
+    *("--data.look_ahead", "null", "--train.samples_per_step", "19"),
+    *("--train.batch_warmup", "{steps: 4, start: 0.25}", "--train.steps", "6"),
+]
 FOUR = {
     "hsdp": [*HSDP, *SAVING],
     "hsdp fp64": [*HSDP, *SAVING, *FP64],
     "hsdp, reduced each micro-batch": [*HSDP, *REDUCE_EACH, *SHORT],
+    "hsdp, samples": [*HSDP, *SAMPLES],
 }
 TWO = {
     "fsdp": [],
@@ -61,6 +67,7 @@ ONE = {
     "one": [],
     "one fp64": FP64,
     "one, 8 packs at once": ["--train.micro_batch", "8", *SHORT],
+    "one, samples": SAMPLES,
     "one, selective recompute": ["--parallel.recompute", "selective", *SHORT],
     "one fp64, full recompute": ["--parallel.recompute", "full", *FP64, *SHORT],
 }
@@ -230,7 +237,7 @@ def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
 
 @pytest.mark.slow
 def test_every_layout_matches_one_process(folder: Path) -> None:
-    names = [name for name in ALL if "fp64" not in name]
+    names = [name for name in ALL if "fp64" not in name and "samples" not in name]
     assert_same(folder, "one", names, first=1e-6, every=1e-5)
 
 
@@ -247,12 +254,27 @@ def test_the_model_learns(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_of_samples_with_batch_warmup_match_one_process(folder: Path) -> None:
+    steps, expected = read_steps(folder / "hsdp, samples"), read_steps(folder / "one, samples")
+    assert [row["samples"] for row in steps] == [5, 8, 12, 15, 19, 19]
+    samples = samples_of(folder, "hsdp, samples")
+    assert samples == samples_of(folder, "one, samples")
+    assert [len(names) for names in samples.values()] == [row["samples"] for row in steps]
+    for row, expected_row in zip(steps, expected, strict=True):
+        for key in ("loss", "grad_norm", *(f"loss/{source}" for source in ("texts", "chats"))):
+            assert row.get(key) == pytest.approx(expected_row.get(key), rel=1e-5)
+        assert all(row[key] == expected_row[key] for key in ("tokens", "packs", "lr"))
+
+
+@pytest.mark.slow
 def test_every_layout_trains_on_the_same_samples(folder: Path) -> None:
     expected = samples_of(folder, "one")
     assert sorted(expected) == list(range(1, STEPS + 1))
     sample_ids = [sample for step in expected.values() for sample in step]
     assert len(sample_ids) == len(set(sample_ids)) > STEPS * 8
     for name in ALL:
+        if "samples" in name:
+            continue
         samples = samples_of(folder, name)
         assert samples == {step: expected[step] for step in samples}
 

@@ -437,7 +437,7 @@ def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
-    train = SimpleNamespace(packs_per_step=4, micro_batch=1)
+    train = SimpleNamespace(packs_per_step=4, samples_per_step=None, micro_batch=1)
     results: dict[str, dict[str, object]] = {}
     for name, parallel in LAYOUTS.items():
         config = SimpleNamespace(parallel=parallel, train=train)

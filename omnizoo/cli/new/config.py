@@ -25,7 +25,7 @@ from omnizoo.config.hub import local_path, parse_name
 from omnizoo.config.load import load_config
 from omnizoo.config.overrides import apply_override, parse_overrides
 from omnizoo.hub.resolve import resolve_names
-from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.parallel.layout import check_step, plan_layout
 
 MAX_CORES = 8  # on a machine without accelerators, packs per step are a multiple of at most this many ranks
 MAX_COMMENT = 300  # maximum number of characters in a comment
@@ -90,7 +90,7 @@ def new_config(args: argparse.Namespace) -> int:
     # Check that the written config is valid, and that its batch fits the layout.
     config = load_config(yaml.safe_load(text))
     layout = plan_layout(config.parallel, facts.nproc)
-    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    check_step(layout, config.train)
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

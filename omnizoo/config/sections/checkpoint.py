@@ -11,6 +11,22 @@ from omnizoo.config.sections.base import ConfigSection, PositiveInt, Steps, Text
 OLD_WEIGHTS_PREFIX = "weights:"
 
 
+class ExportSettings(ConfigSection):
+    """Exports of the weights during the run, as Hugging Face folders."""
+
+    every: PositiveInt
+    """Number of steps between two exports. The last step is exported if it is a multiple of this number."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype of the weights. Default: the dtype of the initial model; without one, the dtype of the run."""
+
+    keep: PositiveInt | None = None
+    """Number of exports to keep. Default: all of them."""
+
+    dir: Text | None = None
+    """Folder for the exports. Default: `exports` in `log.dir`."""
+
+
 class CheckpointSection(ConfigSection):
     """Keys of `checkpoint`."""
 
@@ -35,6 +51,10 @@ class CheckpointSection(ConfigSection):
     """What happens if saving fails, for example because the disk is full: `stop` ends the run with an error, `continue`
     prints a warning and continues. Earlier checkpoints stay intact."""
 
+    export: ExportSettings | None = None
+    """Folders for inference engines, written during the run. Each one is loaded by `from_pretrained` or, for a run with
+    an adapter, by PEFT. Default: no exports."""
+
     @field_validator("resume")
     @classmethod
     def _check_resume(cls, value: str) -> str:
@@ -43,6 +63,10 @@ class CheckpointSection(ConfigSection):
             path = value.removeprefix(OLD_WEIGHTS_PREFIX) or "PATH"
             raise ValueError(f"{value} is now model.init_from: {path}, which starts a new run")
         return value
+
+    def exports_at(self, step: int) -> bool:
+        """Whether the weights are exported after `step`."""
+        return self.export is not None and step % self.export.every == 0
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is saved after `step` because of `every`."""

@@ -148,13 +148,14 @@ class AdapterSettings(ConfigSection):
 
 
 class ScoreHead(ConfigSection):
-    """Head of a sequence classification model, which scores the last token of each sample."""
+    """Head of a sequence classification model. It scores the last token of each sample."""
 
     labels: Annotated[list[Text], Field(min_length=1)]
     """Names of the scores, in the order of the rows of the head."""
 
     problem: Literal["reward", "single", "multi"]
-    """Meaning of the scores: one reward, logits of which one is true, or independent logits."""
+    """Meaning of the scores: a single reward, logits of labels that exclude each other, or logits of independent
+    labels."""
 
 
 class ModelSection(ConfigSection):
@@ -172,6 +173,10 @@ class ModelSection(ConfigSection):
     """Model config to initialize randomly from `train.seed`, instead of `path`: a Hugging Face model folder, `ORG/NAME`
     on the hub, a mapping with `model_type`, or, for a diffusion transformer, a mapping with `_class_name`. With
     `model.module`, a mapping of its arguments."""
+
+    pipeline: Text | None = None
+    """Pipeline folder of diffusers with the scheduler, autoencoder and text encoders of a diffusion transformer. Set it
+    if `path` or `config` contains only the transformer. Default: the folder of `path` or `config`."""
 
     init_from: Text | None = None
     """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If

@@ -20,6 +20,7 @@ from omnizoo.config.sections.base import (
 )
 from omnizoo.config.sections.built_in_options import check_options, without_nulls
 from omnizoo.config.sections.loss_options import LOSSES, PAIRWISE, ROUTER_LOSSES, SCORE_LOSSES, default_name
+from omnizoo.config.sections.step_sizes import StepSizes
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -55,6 +56,16 @@ class LossSettings(ConfigSection):
         return without_nulls(value, LOSSES, cls.model_fields["kind"].default)
 
 
+class BatchWarmup(ConfigSection):
+    """Growth of the step from a fraction of its size to its full size."""
+
+    steps: Annotated[int, Field(ge=1, le=10**6)]
+    """Number of steps in which the size grows linearly."""
+
+    start: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Size of the first step, as a fraction of the full size."""
+
+
 class TrainSection(ConfigSection):
     """Keys of `train`."""
 
@@ -62,7 +73,7 @@ class TrainSection(ConfigSection):
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = (
         alternatives(("epochs",), ("steps",))
         | alternatives(("warmup_ratio",), ("warmup_steps",))
-        | alternatives(("tokens_per_step",), ("packs_per_step",))
+        | alternatives(("tokens_per_step",), ("packs_per_step",), ("samples_per_step",))
     )
 
     steps: PositiveInt = 1000
@@ -77,6 +88,14 @@ class TrainSection(ConfigSection):
 
     tokens_per_step: Annotated[int, Field(ge=2, le=2**50)] | None = None
     """Global batch size in tokens, instead of `packs_per_step`. It must be a multiple of `data.pack_tokens`."""
+
+    samples_per_step: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Global batch size in samples, instead of `packs_per_step`. A preference pair is one sample, and a row that is
+    split gives several. The number of packs then differs between steps."""
+
+    batch_warmup: BatchWarmup | None = None
+    """Smaller steps at the start of the run, which grow to `packs_per_step`, `tokens_per_step` or `samples_per_step`.
+    Default: all steps have the same size."""
 
     micro_batch: Count = 1
     """Number of packs in each forward pass of a rank. More packs use the device better and need more memory."""
@@ -133,6 +152,14 @@ class TrainSection(ConfigSection):
     skipped."""
 
     @property
+    def step_sizes(self) -> StepSizes:
+        """Sizes of the steps, in samples with `samples_per_step`, otherwise in packs."""
+        size = self.samples_per_step or self.packs_per_step
+        if self.batch_warmup is None:
+            return StepSizes(size)
+        return StepSizes(size, self.batch_warmup.steps, self.batch_warmup.start)
+
+    @property
     def warmup(self) -> int:
         """Number of warmup steps, from `warmup_steps` or `warmup_ratio`."""
         return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup_steps
@@ -140,7 +167,7 @@ class TrainSection(ConfigSection):
     @model_serializer(mode="wrap")
     def _without_derived(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit keys whose value is derived from another key, because a saved config must not set both."""
-        sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step}
+        sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step or self.samples_per_step}
         values: dict[str, Any] = write(self)
         return {key: value for key, value in values.items() if sources.get(key) is None}
 
@@ -150,8 +177,9 @@ class TrainSection(ConfigSection):
         """Check that not both keys of a pair are set, such as `epochs` and `steps`."""
         if not isinstance(value, dict):
             return value
-        for key in ("epochs", "warmup_ratio"):  # `Config` checks tokens_per_step, because it derives packs_per_step
-            (other,) = cls.exclusive[key]
+        pairs = [("epochs", "steps"), ("warmup_ratio", "warmup_steps")]
+        pairs += [("samples_per_step", "packs_per_step"), ("samples_per_step", "tokens_per_step")]
+        for key, other in pairs:  # `Config` checks tokens_per_step, because it derives packs_per_step
             if value.get(key) and value.get(other) not in (None, 0):
                 raise ValueError(
                     f"train.{key}: train.{other} is also set, and one determines the other. Remove one of them."

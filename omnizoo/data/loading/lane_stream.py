@@ -12,11 +12,14 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.sections.step_sizes import StepSizes
 from omnizoo.data.loading.lanes import Lane
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
+from omnizoo.data.packing.packer import pack_samples
 from omnizoo.data.row import stop_message
+from omnizoo.data.sample import Sample
 
 
 class LoadingStopped(Exception):  # noqa: N818 (no error: the run ends after the step before)
@@ -65,7 +68,8 @@ class LaneAssignment:
     rank: int
     world: int  # number of ranks
     lanes: int  # number of lanes
-    packs_per_step: int
+    sizes: StepSizes  # sizes of the steps, in packs or samples
+    by_samples: bool = False  # whether steps have a number of samples (`train.samples_per_step`)
 
     @property
     def local_lanes(self) -> range:
@@ -80,9 +84,19 @@ class LaneAssignment:
         """Whether this rank reports counters and bad rows. Of the ranks with the same lanes, only the lowest does."""
         return self.rank < math.gcd(self.lanes, self.world)
 
-    def packs_of(self, lane: int, steps: int) -> int:
-        """Return the number of packs that the first `steps` steps take from a lane."""
-        return (steps * self.packs_per_step - lane + self.lanes - 1) // self.lanes
+    def taken_from(self, lane: int, steps: int) -> int:
+        """Return the number of packs or samples that the first `steps` steps take from a lane."""
+        return (self.sizes.before(steps) - lane + self.lanes - 1) // self.lanes
+
+    def loads_pack(self, lane: int, number: int) -> bool:
+        """Whether this rank prepares a pack of a step with a number of samples.
+
+        Args:
+            lane: The lane of the pack.
+            number: Index of the pack among the packs of the lane in this step.
+        """
+        common = math.gcd(self.lanes, self.world)
+        return self.rank == lane % common + common * (number % (self.world // common))
 
 
 class LaneSteps(IterableDataset[LoadedStep]):
@@ -129,30 +143,56 @@ class LaneSteps(IterableDataset[LoadedStep]):
 
     def _load_step(self, step: int, lane_numbers: range) -> LoadedStep:
         """Advance the lanes of this process by one step, and prepare the packs that belong to this rank."""
-        assignment = self.assignment
-        first_index = step * assignment.packs_per_step
+        read = self._read_samples if self.assignment.by_samples else self._read_packs
         packs = []
         undecodable = []
-        advanced = set()
-        for index in range(first_index, first_index + assignment.packs_per_step):
+        for index, samples in read(step, lane_numbers):
+            pack, bad_media = prepare_pack(index, samples, self.reader)
+            if bad_media and self.reader.config.data.on_bad_row == "error":
+                raise UserError(stop_message(bad_media[0]))
+            packs.append(pack)
+            undecodable += bad_media
+
+        bad_rows = []
+        states = {}
+        for number in lane_numbers:
+            if self.assignment.taken_from(number, step) == self.assignment.taken_from(number, step + 1):
+                continue  # the lane has not advanced
+            bad_rows += self.lanes[number].take_bad_rows()
+            states[number] = self.lanes[number].state()
+        return LoadedStep(packs=packs, bad_rows=bad_rows, undecodable=undecodable, states=states)
+
+    def _read_packs(self, step: int, lane_numbers: range) -> Iterator[tuple[int, list[Sample]]]:
+        """Yield the index and the samples of each pack of this rank in a step with a number of packs."""
+        assignment = self.assignment
+        first_index = assignment.sizes.before(step)
+        for index in range(first_index, first_index + assignment.sizes.of_step(step)):
             number = index % assignment.lanes
             if number not in lane_numbers:
                 continue
             samples = self._lane(number).next_pack()
-            advanced.add(number)
             if index % assignment.world == assignment.rank:
-                pack, bad_media = prepare_pack(index, samples or [], self.reader)
-                if bad_media and self.reader.config.data.on_bad_row == "error":
-                    raise UserError(stop_message(bad_media[0]))
-                packs.append(pack)
-                undecodable += bad_media
+                yield index, samples or []
 
-        bad_rows = []
-        states = {}
-        for number in sorted(advanced):
-            bad_rows += self.lanes[number].take_bad_rows()
-            states[number] = self.lanes[number].state()
-        return LoadedStep(packs=packs, bad_rows=bad_rows, undecodable=undecodable, states=states)
+    def _read_samples(self, step: int, lane_numbers: range) -> Iterator[tuple[int, list[Sample]]]:
+        """Yield the index and the samples of each pack of this rank in a step with a number of samples.
+
+        Sample g of the run is the next sample of lane g % lanes. The samples of a lane in a step are packed together,
+        and the index of a pack is the number of its first sample.
+        """
+        assignment = self.assignment
+        for number in lane_numbers:
+            first = assignment.taken_from(number, step)
+            count = assignment.taken_from(number, step + 1) - first
+            if not count:
+                continue
+            samples = self._lane(number).next_samples(count)
+            if not samples and assignment.loads_pack(number, 0):  # the lane is exhausted
+                yield number + first * assignment.lanes, []
+            for i, chosen in enumerate(pack_samples(samples, self.reader.config.data.pack_tokens)):
+                if assignment.loads_pack(number, i):
+                    index = number + (first + chosen[0]) * assignment.lanes
+                    yield index, [samples[position] for position in chosen]
 
     def _lane(self, number: int) -> Lane:
         """Return the lane `number`. A lane is built when it is first used, because many lanes may never be used."""

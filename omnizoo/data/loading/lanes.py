@@ -33,7 +33,7 @@ class Cursor:
 class Counters:
     """Counters of a lane since the start of the run."""
 
-    packs: int = 0  # packs that the lane has produced
+    packs: int = 0  # packs that the lane has produced; samples with `train.samples_per_step`
     skipped_rows: int = 0  # bad rows
     dropped_overlong: int = 0  # samples longer than a pack that were dropped
     split_overlong: int = 0  # samples longer than a pack that were split
@@ -101,6 +101,13 @@ class Lane:
             pass
         self.counters.packs += 1  # count calls after the last pack as well, because this is the position in the run
         return self.packer.pop() if self.packer.buffer else None
+
+    def next_samples(self, count: int) -> list[Sample]:
+        """Return the next `count` samples; fewer after the last sample, if `epochs` is set."""
+        while len(self.packer.buffer) < count and self._read_row():
+            pass
+        self.counters.packs += count  # the position in the run, even after the last sample
+        return self.packer.pop_oldest(count)
 
     def take_bad_rows(self) -> list[str]:
         """Return the messages about bad rows since the last call."""

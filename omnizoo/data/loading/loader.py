@@ -2,7 +2,8 @@
 
 Pack g of the run is the next pack of lane g % lanes. Step s consists of packs s*G to (s+1)*G - 1, where G is
 `train.packs_per_step`. Rank r reads the packs with g % world == r and decodes their media. Afterwards, packs are
-redistributed to the ranks that train on them.
+redistributed to the ranks that train on them. With `train.samples_per_step`, the same is true for samples instead of
+packs, and the samples of a lane in a step are packed together.
 
 After a step, every lane is exactly at the end of that step, on every rank that runs it. A state that was saved on one
 layout can therefore be loaded on any other.
@@ -249,7 +250,7 @@ class Loader:
             if str(lane) in state["lanes"]:
                 states[lane] = state["lanes"][str(lane)]
                 packs = states[lane]["counters"]["packs"]
-            expected = self.assignment.packs_of(lane, state["step"])
+            expected = self.assignment.taken_from(lane, state["step"])
             assert packs == expected, (
                 f"lane {lane} is at pack {packs}, not {expected}: merge the states of all ranks with merge_states"
             )
@@ -308,8 +309,13 @@ def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, 
             next_multiple,
         )
     reader = build_reader(config, tokenizer, **media)
-    packs_per_step = config.train.packs_per_step
-    assignment = LaneAssignment(rank=rank, world=world, lanes=lanes, packs_per_step=packs_per_step)
+    assignment = LaneAssignment(
+        rank=rank,
+        world=world,
+        lanes=lanes,
+        sizes=config.train.step_sizes,
+        by_samples=config.train.samples_per_step is not None,
+    )
     return Loader(reader, assignment)
 
 

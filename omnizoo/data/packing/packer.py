@@ -1,7 +1,10 @@
 """Combine samples of any length into packs of at most `pack_tokens` tokens.
 
-Nearly all packs are exactly full. The packs depend only on the samples and their order.
+Nearly all packs are exactly full. The packs depend only on the samples and their order. Samples with a `batch_shape`
+are packed only with samples of the same shape.
 """
+
+from collections.abc import Sequence
 
 from omnizoo.data.sample import Sample
 
@@ -49,15 +52,41 @@ class Packer:
 
     def pop(self) -> list[Sample]:
         """Remove the samples of the next pack from the window and return them."""
-        lengths = [len(sample) for sample in self.buffer]
-        others = best_fill(lengths[1:], self.pack_tokens - lengths[0])
-        chosen = [0, *(1 + i for i in others)]
+        oldest = self.buffer[0]
+        later = range(1, len(self.buffer))
+        candidates = [i for i in later if self.buffer[i].batch_shape == oldest.batch_shape]
+        lengths = [len(self.buffer[i]) for i in candidates]
+        others = best_fill(lengths, self.pack_tokens - len(oldest))
+        chosen = [0, *(candidates[i] for i in others)]
         samples = [self.buffer[i] for i in chosen]
         for i in reversed(chosen):
             del self.buffer[i]
         self.packs += 1
         self.tokens -= sum(map(len, samples))
         return samples
+
+    def pop_oldest(self, count: int) -> list[Sample]:
+        """Remove the `count` oldest samples from the window and return them; fewer if the window has fewer."""
+        samples = self.buffer[:count]
+        del self.buffer[:count]
+        self.tokens -= sum(map(len, samples))
+        return samples
+
+
+def pack_samples(samples: Sequence[Sample], pack_tokens: int) -> list[list[int]]:
+    """Combine all samples into packs, and return the indices of the samples of each pack, in ascending order.
+
+    As in `Packer`, each pack consists of the first remaining sample and of those that fill the rest of the pack best.
+    """
+    remaining = list(range(len(samples)))
+    packs = []
+    while remaining:
+        first, *others = remaining
+        room = pack_tokens - len(samples[first])
+        chosen = {others[i] for i in best_fill([len(samples[i]) for i in others], room)} | {first}
+        packs.append(sorted(chosen))
+        remaining = [i for i in others if i not in chosen]
+    return packs
 
 
 def best_fill(lengths: list[int], room: int) -> list[int]:

@@ -500,7 +500,7 @@ def meshes() -> dict[tuple[int, int], Mesh]:
     for ulysses, ring in sorted({(case.ulysses, case.ring) for case in CASES.values()}):
         config = SimpleNamespace(
             parallel=ParallelSection(ulysses=ulysses, ring=ring),
-            train=SimpleNamespace(packs_per_step=WORLD, micro_batch=1, precision="fp32"),
+            train=SimpleNamespace(packs_per_step=WORLD, samples_per_step=None, micro_batch=1, precision="fp32"),
         )
         made[ulysses, ring] = build_mesh(config, process)
     return made
