@@ -32,8 +32,13 @@ ATTENTION_CLASS = re.compile(r"Attention|Attn")
 class TokenExchange(Protocol):
     """The ranks that share a sequence. `parallel.sequence.SequenceParallel` implements it."""
 
-    rank: int
-    tokens: Sequence[int]  # number of tokens of each rank
+    @property
+    def rank(self) -> int:
+        """Index of this rank."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Number of tokens of each rank."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern
@@ -116,7 +121,8 @@ class SplitModel:
         for pattern, outputs in split.outputs.items():
             for name in _matching(modules, [pattern]):
                 modules[name].register_forward_hook(_output_hook(self, name, outputs))
-        modules[split.gathered].register_forward_hook(self._gather)
+        for name in _matching(modules, [split.gathered]):
+            modules[name].register_forward_hook(self._gather)
 
     def _gather(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output if self.shared is None else self.shared.gather(output)
