@@ -28,7 +28,10 @@ class Batch:
     packs: tuple[int, ...]  # indices of the packs in the run, without dummy packs
     media: dict[Port, list[Inputs]]  # inputs of the media items that this rank processes, by port
     routes: dict[Port, FeatureRoute]  # features that this rank sends and receives, by port
+    # For each item in `media`: the data-parallel rank of its pack, and its index among the items of that rank.
+    destinations: dict[Port, list[tuple[int, int]]] = field(default_factory=dict)
     preferences: Preferences | None = None  # role of each segment; None without preference rows
+    batch_shape: tuple[int, ...] = ()  # `batch_shape` of the samples of the first pack that is not a dummy pack
     sources: list[int] = field(default_factory=list)  # index in data.sources of each segment
     # Index in data.sources of each media item that this rank processes, by port.
     sources_by_port: dict[Port, list[int]] = field(default_factory=dict)
@@ -44,6 +47,7 @@ def collate(
     packs: Sequence[Pack],
     media: dict[Port, list[Inputs]] | None = None,
     routes: dict[Port, FeatureRoute] | None = None,
+    destinations: dict[Port, list[tuple[int, int]]] | None = None,
     sources_by_port: dict[Port, list[int]] | None = None,
 ) -> Batch:
     """Concatenate the packs of a micro-batch.
@@ -55,6 +59,7 @@ def collate(
         packs: The packs of this rank, including dummy packs.
         media: Inputs of the media items that this rank processes, by port.
         routes: Features that this rank sends and receives, by port.
+        destinations: For each item of `media`, the data-parallel rank of its pack, and its index on that rank.
         sources_by_port: Index in `data.sources` of each media item that this rank processes, by port.
     """
     lengths = np.array([length for pack in packs for length in pack.lengths])
@@ -76,6 +81,8 @@ def collate(
         packs=tuple(pack.index for pack in real_packs),
         media=media or {},
         routes=routes or {},
+        destinations=destinations or {},
+        batch_shape=real_packs[0].batch_shape if real_packs else (),
         preferences=Preferences.concatenate([p.preferences for p in packs], [len(p.lengths) for p in packs]),
         sources=[source for pack in packs for source in pack.sources],
         sources_by_port=sources_by_port or {},

@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from omnizoo.data.packing.pack import Pack
+from omnizoo.models.diffusion.sample_flops import SampleFlops
 from omnizoo.models.flops import count_flops
 from omnizoo.models.media.hf_model import media_model
 
@@ -21,10 +22,14 @@ class PackCost:
 
     def __init__(self, model: nn.Module) -> None:
         self.flops = count_flops(model)
+        self._sample_flops = SampleFlops.of(model)
         self._bidirectional = media_model(model).bidirectional
 
     def __call__(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model and the decoder heads for a pack."""
+        """Return the FLOPs of the model for a pack, without those of encoders."""
+        if self._sample_flops is not None:
+            samples = zip(pack.items, pack.lengths, strict=False)  # a dummy pack has no item
+            return sum(self._sample_flops.of_sample(item.size, length) for item, length in samples)
         fed_back: Counter[str] = Counter()  # number of placeholder tokens that decoders turn into inputs, by modality
         predicted: Counter[str] = Counter()  # number of placeholder tokens that decoders predict, by modality
         for item in pack.items:
@@ -38,7 +43,10 @@ class PackCost:
         return self(pack) + sum(item.size.cost for item in pack.items)
 
     def attention(self, pack: Pack) -> float:
-        """Return only the FLOPs of attention in the language model for a pack."""
+        """Return only the FLOPs of attention for a pack, without encoders."""
+        if self._sample_flops is not None:
+            samples = zip(pack.items, pack.lengths, strict=False)
+            return sum(self._sample_flops.attention_of_sample(item.size, length) for item, length in samples)
         only_pairs = replace(self.flops, per_token=0.0, per_target=0.0)
         return only_pairs.of(pack.lengths, 0, {}, {}, self._pairs_ahead(pack))
 

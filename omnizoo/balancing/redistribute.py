@@ -19,7 +19,7 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 
 # Fields of a pack that are sent along with its columns.
-HEADER = ("index", "lengths", "sample_ids", "preferences", "sources")
+HEADER = ("index", "lengths", "sample_ids", "preferences", "sources", "batch_shape")
 
 
 def redistribute(
@@ -56,12 +56,14 @@ def redistribute(
         indices = micro_batch_plan.packs[mesh.dp_rank]
         local_packs = [received_packs.get(index) or dummy_pack(index) for index in indices]
         media: dict[Port, list[Inputs]] = {port: [] for port in ports}
+        destinations: dict[Port, list[tuple[int, int]]] = {port: [] for port in ports}
         sources: dict[Port, list[int]] = {port: [] for port in ports}
         for item, port in micro_batch_plan.owned(mesh.rank):
             item_inputs = inputs[number, item]
             media[port].append({name: pinned(tensor, mesh.device) for name, tensor in item_inputs.items()})
+            destinations[port].append(micro_batch_plan.destination(item))
             sources[port].append(micro_batch_plan.source_of(item))
-        batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank), sources))
+        batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank), destinations, sources))
     return batches, plan, statuses
 
 
@@ -113,6 +115,7 @@ def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], di
             continue
         if header["preferences"] is not None:  # JSON has converted the named tuple to a list
             header["preferences"] = Preferences(*header["preferences"])
+        header["batch_shape"] = tuple(header["batch_shape"])
         columns = {name: tensor.numpy() for name, tensor in tensors.items()}
         packs[header["index"]] = Pack(**header, columns=columns)
     return packs, inputs

@@ -225,6 +225,11 @@ class MicroBatchPlan:
         """Return the items that `rank` processes, each as (number in this micro-batch, port)."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
+    def destination(self, item: int) -> tuple[int, int]:
+        """Return the data-parallel rank of an item's pack, and the index of the item among those of that rank."""
+        dp_rank = int(self.dp_of[item])
+        return dp_rank, item - int(np.searchsorted(self.dp_of, dp_rank))
+
     def source_of(self, item: int) -> int:
         """Return the index in `data.sources` of an item, given its number in this micro-batch."""
         return int(self.table.items["source"][self.items[item]])

@@ -20,6 +20,8 @@ from omnizoo.config.schema import Config
 from omnizoo.config.yaml_file import save_config
 from omnizoo.modalities.processor_files import processor_files
 from omnizoo.models.adapters.base_identity import check_base_identity
+from omnizoo.models.diffusion.expert_pair import save_denoiser_config
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.export_files import write_processor
 from omnizoo.models.media.composed import save_model_config
 from omnizoo.models.read_config import tokenizer_folder
@@ -104,6 +106,9 @@ def write_model_files(model: nn.Module, tokenizer: Any, config: Config, out: Pat
         write_processor(model, out, bool(getattr(tokenizer, "chat_template", None)))
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(out)
+    if denoiser_recipe(model) is not None:
+        save_denoiser_config(model, out)
+        return
     tokenizer.save_pretrained(out)
     # Add processor files from the folder of the tokenizer, if the model did not write its own.
     for file in processor_files(tokenizer_folder(config.model)):

@@ -240,7 +240,7 @@ def all_pieces(sample: "InspectedSample", reader: "Reader", max_pieces: int) -> 
     """
     from omnizoo.data.loading.inspection import parts, pieces, shorten
 
-    decode = partial(reader.renderer.backend.decode, skip_special_tokens=False)
+    decode = partial(reader.text_renderer.backend.decode, skip_special_tokens=False)
     for role, part in parts(sample.sample):
         title = f"{role}:" if role else ""
         yield title, shorten(list(pieces(part, decode)), max_pieces)

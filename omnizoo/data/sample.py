@@ -55,6 +55,8 @@ class TokenSequence:
     items: tuple[MediaItem, ...] = ()  # media items in order of occurrence; spans are relative to this sequence
     responses: tuple[Segment, ...] = ()  # empty without preferences; each includes a copy of the prompt
     row_schema: str = ""  # name of the row format, such as "messages"
+    # Sizes that all samples of a pack must have in common; empty if samples of any length can be packed together.
+    batch_shape: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return num_tokens(self.columns)

@@ -28,10 +28,13 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.data.loading.lane_stream import LoadedStep
 from omnizoo.data.loading.loader import build_loader
 from omnizoo.data.packing.pack import Pack
-from omnizoo.data.token_fields import make_columns
+from omnizoo.data.token_fields import IGNORE_INDEX, make_columns
 from omnizoo.modalities.build import BUILDING_ERRORS
+from omnizoo.modalities.denoised import LATENTS
+from omnizoo.modalities.item import Inputs, MediaItem, MediaSize, Port
 from omnizoo.models.build import build_model, check_vocabulary
 from omnizoo.models.chat_tokenizer import load_chat_tokenizer
+from omnizoo.models.diffusion.samples import SampleSizes
 from omnizoo.models.weights.random_init import initial_weights
 from omnizoo.ops.torch_private import replaced
 from omnizoo.parallel.fsdp.fill import fill
@@ -45,6 +48,8 @@ from omnizoo.planning.memory_tracker import MemoryTracker, Peak, Timeline
 from omnizoo.planning.op_counter import Kernel
 from omnizoo.planning.stand_ins import stand_ins
 from omnizoo.planning.traffic import Collective, Traffic
+from omnizoo.reporting.plural import plural
+from omnizoo.training.denoising.objective import DenoiseObjective
 from omnizoo.training.objective import LossTerm
 from omnizoo.training.optimizers.schedule import learning_rate
 from omnizoo.training.recompute_budget import apply_recompute_budget
@@ -133,7 +138,7 @@ def simulate(config: Config, place: Place) -> Result:
         tracker.see_on_host = host.see
         config = resolve_precision(config, fake_device.device)
         mesh = build_mesh(config, process)
-        bundle = build_bundle(config, tokenizer_required=False)
+        bundle = replace(build_bundle(config, tokenizer_required=False), simulated="full")
         model = bundle.model
         parameters = sum(p.numel() for p in model.parameters())
         checkpoint = saved_bytes(model, config)
@@ -152,6 +157,8 @@ def simulate(config: Config, place: Place) -> Result:
         assert setup.optimizer is not None
 
         loader = choose_packs(config, model, setup.balancer, media)
+        if isinstance(setup.objective, DenoiseObjective):
+            stack.enter_context(simulated_samples(setup.objective))
         data = next_step(loader, setup.balancer)  # type: ignore[arg-type]  # it has all loader methods that are used
         recompute = apply_recompute_budget(setup.objective, data, None, memory_bytes)
         stack.enter_context(tracker.following(model, setup.optimizer))
@@ -279,8 +286,7 @@ def vocabulary_of(model: nn.Module) -> int:
 def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
     """Return the packs of a step: the costliest of the first packs of the data.
 
-    They are repeated if the step has more packs. If no data can be read, each pack consists of one text with
-    `data.pack_tokens` tokens.
+    They are repeated if the step has more packs. If no data can be read, each pack is `assumed_pack`.
 
     Args:
         config: The user's config.
@@ -300,19 +306,69 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
         costliest = packs[: max(1, num_packs // dp)]
         description = f"the {len(costliest)} costliest of the first {len(packs)} packs of data.sources"
     except UserError as error:
-        tokens = config.data.pack_tokens
-        columns = make_columns(input_ids=np.zeros(tokens), labels=np.zeros(tokens))
-        costliest = [Pack(0, columns, [tokens], ["text"])]
-        description = f"one text of {tokens:,} tokens per pack, because no data can be read: {error}"
+        pack, content = assumed_pack(config, media)
+        costliest = [pack]
+        description = f"{content} per pack, because no data can be read: {error}"
     num_packs += -num_packs % (dp * train.micro_batch)  # only if steps are defined by samples
     step_packs = islice(cycle(costliest), num_packs)
     return FixedPacks([replace(pack, index=i) for i, pack in enumerate(step_packs)], description)
 
 
+def assumed_pack(config: Config, media: dict[str, Any]) -> tuple[Pack, str]:
+    """Return a pack to plan with if no data can be read, and its description.
+
+    It consists of one text with `data.pack_tokens` tokens. For a diffusion transformer, it consists of samples of the
+    largest shape in `data.shapes`.
+    """
+    tokens = config.data.pack_tokens
+    sizes: SampleSizes | None = media.get("prompts")
+    if sizes is None or not sizes.shapes:
+        columns = make_columns(input_ids=np.zeros(tokens), labels=np.zeros(tokens))
+        return Pack(0, columns, [tokens], ["text"]), f"one text of {tokens:,} tokens"
+
+    latent_shape = max(sizes.shapes.values(), key=sizes.latent_tokens)
+    num_latents = sizes.latent_tokens(latent_shape)
+    text_tokens = sizes.text_tokens("")
+    length = num_latents + text_tokens
+    num_samples = tokens // length
+    if not num_samples:
+        raise UserError(f"data.pack_tokens: {tokens} is less than the {length} tokens of the largest shape. Raise it.")
+    size = MediaSize(num_placeholders=num_latents, cost=1.0, targets=1, shape=latent_shape)
+    item = MediaItem(Port(LATENTS, "decoder"), size, spans=((text_tokens, num_latents),), is_target=True, inputs={})
+    lengths = [length] * num_samples
+    columns = make_columns(input_ids=np.zeros(sum(lengths)), labels=np.full(sum(lengths), IGNORE_INDEX))
+    pack = Pack(
+        index=0,
+        columns=columns,
+        lengths=lengths,
+        sample_ids=["sample"] * num_samples,
+        items=tuple(item.moved(i * length) for i in range(num_samples)),
+        batch_shape=(*latent_shape, text_tokens),
+    )
+    return pack, f"{plural(num_samples, 'sample')} of {length:,} tokens (the largest of data.shapes)"
+
+
+@contextmanager
+def simulated_samples(objective: DenoiseObjective) -> Iterator[None]:
+    """Context manager: samples are zeros with the shapes of their pack, because one rank has only a part of them."""
+
+    def zero_samples(batches: Sequence[Batch]) -> list[dict[int, Inputs]]:
+        samples = []
+        for batch in batches:
+            indices = range(len(batch.sample_ids))
+            samples.append({i: objective.sizes.zero_sample(batch.batch_shape) for i in indices})
+        return samples
+
+    with replaced((objective, "encode_samples", zero_samples)):
+        yield
+
+
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
     """Return at most `NUM_READ_PACKS` packs from the start of the data, without dummy packs."""
-    tokenizer = load_chat_tokenizer(config)
-    check_vocabulary(model, tokenizer)
+    tokenizer: Any = None
+    if "prompts" not in media:  # a diffusion transformer has no tokenizer of its own
+        tokenizer = load_chat_tokenizer(config)
+        check_vocabulary(model, tokenizer)
     one_step = config.with_packs_per_step(NUM_READ_PACKS).changed(
         train={"epochs": None}, data={"workers": 0, "lanes": 1}
     )

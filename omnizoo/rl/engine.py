@@ -99,7 +99,7 @@ class Engine:
         self._setup.objective.source_names = ()  # rollouts come from no source
         self.steps: int = self._setup.saved.get("step", 0)
         self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
-        self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))
+        self._rollouts = RolloutReader(self._reader.text_renderer, config.data.pack_tokens, vocabulary_size(self.model))
         self._required_columns = sorted({name for loss in losses for name in loss.loss.required_columns})
         self._is_budget_applied = False  # the recompute budget is applied when the first rollouts are known
         self._scorers: dict[bool, Scorer] = {}  # key: whether the model is the reference model
@@ -286,11 +286,13 @@ class Engine:
             model = dpo.reference.scorer.model
         # Compute logits in chunks if and only if the training losses do, so that equal policies give a ratio of
         # exactly 1.
+        assert isinstance(self._setup.objective, LanguageObjective), "rollouts are text"
         losses = [loss.loss for loss in self._setup.objective.token_losses]
         chunked = [loss.chunked for loss in losses if isinstance(loss, HeadLoss)]
         recorder = LogProbabilityRecorder(self._temperature, chunked=chunked[0] if chunked else None)
         named_loss = name_loss("log_probabilities", recorder)
         objective = sync_errors(self.mesh, lambda: build_objective(model, self.mesh, self.config, [named_loss]))
+        assert isinstance(objective, LanguageObjective)
         return Scorer(objective, Balancer(model, self.mesh, self.config), recorder)
 
 

@@ -22,6 +22,8 @@ from omnizoo.config.schema import Config
 from omnizoo.config.sections.loss_options import SCORE_LOSSES
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.modalities.base import term_name, weights_by_term
+from omnizoo.modalities.item import Port
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.hf_private import has_score_head
 from omnizoo.models.interfaces.lm_head import Head, Logits, UnsupportedHeadError
 from omnizoo.models.interfaces.recurrent import has_states
@@ -94,6 +96,7 @@ class Objective:
         self.source_names: Sequence[str] = ()  # names of `data.sources` in metrics; empty if losses are not split
         self.phases = Phases()
         self.router_stats = RouterStats({}, bias_rate=0.0)
+        self.ports: Sequence[Port] = ()  # encoders, decoders and followers of the model
         self._loss_sums = LossSums()
         self._terms: Sequence[LossTerm] = ()  # terms of the loss that is passed to `backward` next
 
@@ -118,6 +121,17 @@ class Objective:
             The loss terms.
         """
         raise NotImplementedError
+
+    @contextmanager
+    def measuring(self, measures: Sequence[NamedLoss]) -> Iterator[None]:
+        """Context manager that also computes `measures`, losses with weight 0, for example during evaluation.
+
+        Args:
+            measures: The losses. This class supports none.
+        """
+        if measures:
+            raise UserError(f"{measures[0].who} does not apply to this objective. Remove it.")
+        yield
 
     def begin_step(self, data: StepData) -> None:
         """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks.
@@ -217,6 +231,8 @@ class LanguageObjective(Objective):
         if media.speaker_format is not None:
             losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
         for loss in losses:
+            if loss.input_kind == "from_prediction":
+                raise UserError(f"{loss.who} needs a diffusion transformer. Use cross_entropy or another loss on text.")
             loss.loss.set_up(model, mesh, config)
         self.token_losses = [loss for loss in losses if loss.input_kind != "from_routers"]
         self._router_losses = [loss for loss in losses if loss.input_kind == "from_routers"]
@@ -374,8 +390,8 @@ def build_objective(
     config: Config,
     losses: Sequence[NamedLoss] | None = None,
     extra_losses: Mapping[str, Loss] | None = None,
-) -> LanguageObjective:
-    """Build the objective of a run. Collective: all ranks must call it.
+) -> Objective:
+    """Build the objective of a run, which depends on the model. Collective: all ranks must call it.
 
     Args:
         model: The model, sharded and with weights.
@@ -392,6 +408,10 @@ def build_objective(
     """
     losses = losses_of_rows(config) if losses is None else losses
     extra = [name_loss(name, loss) for name, loss in (extra_losses or {}).items()]
+    if denoiser_recipe(model) is not None:
+        from omnizoo.training.denoising.objective import DenoiseObjective  # it is a subclass of `Objective`
+
+        return DenoiseObjective(model, mesh, config, [*losses, *extra])
     return LanguageObjective(model, mesh, config, [*losses, *extra])
 
 

@@ -20,6 +20,7 @@ from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import PythonObject
 from omnizoo.data.loading.fingerprint import content_of
 from omnizoo.data.loading.reader import Reader
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.user_module import given_model, tensors_of
 from omnizoo.parallel.errors import first_different_rank, sync_errors
 from omnizoo.parallel.layout import Layout
@@ -89,7 +90,8 @@ def check_model(model: nn.Module, config: Config, mesh: Mesh, checkpoint_dir: Pa
             too little memory or disk space.
     """
     check_same_model(config, mesh)
-    probe_result = sync_errors(mesh, lambda: probe(config.model) if mesh.is_first else None)
+    needs_probe = mesh.is_first and denoiser_recipe(model) is None  # a diffusion transformer is not causal
+    probe_result = sync_errors(mesh, lambda: probe(config.model) if needs_probe else None)
     if probe_result is not None:
         warn_about_probe(probe_result, model, mesh.layout, config.train.micro_batch)
     sync_errors(mesh, lambda: check_memory(model, mesh, config))

@@ -36,6 +36,7 @@ from omnizoo.data.sources.base import RowSource
 from omnizoo.models.adapters.record import adapter_record
 from omnizoo.models.build import build_model, check_vocabulary
 from omnizoo.models.chat_tokenizer import load_chat_tokenizer
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.hf_private import PublishedKeys, most_positions
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.ops.determinism import deterministic_algorithms
@@ -52,9 +53,10 @@ from omnizoo.training.callbacks.best_checkpoint import check_metrics
 from omnizoo.training.callbacks.build import user_callbacks, watchers
 from omnizoo.training.callbacks.dispatcher import Callbacks
 from omnizoo.training.callbacks.loggers import built_in_loggers
+from omnizoo.training.denoising.reader_inputs import Simulated, denoiser_inputs
 from omnizoo.training.evaluation.held_out import Evaluator, read_parts
 from omnizoo.training.losses.base import NamedLoss
-from omnizoo.training.objective import LanguageObjective, build_objective
+from omnizoo.training.objective import Objective, build_objective
 from omnizoo.training.optimizers.build import build_optimizer
 from omnizoo.training.overlong_warnings import OverlongWarnings
 from omnizoo.training.preflight import check_model, check_plugins, check_rows, lock_folders
@@ -72,10 +74,13 @@ class ModelBundle:
     config: Config
     tokenizer: Any  # None if no tokenizer is needed
     model: nn.Module  # on the meta device until `set_up_training`
+    simulated: Simulated | None = None  # how items of a diffusion transformer are simulated, in `verify` and `plan`
 
     @cached_property
     def media(self) -> dict[str, Any]:
         """Arguments of readers and loaders that depend on the model. Read them before the model is sharded."""
+        if denoiser_recipe(self.model) is not None:
+            return denoiser_inputs(self.config, self.simulated)
         return read_modalities(self.model, self.config.model) | {"most_positions": most_positions(self.model)}
 
     def reader(self, sources: Sequence[RowSource] | None = None) -> Reader:
@@ -105,7 +110,7 @@ class TrainingSetup:
     start: StartingPoint
     adapter: dict[str, Any] | None  # stored in checkpoints; None without an adapter
     optimizer: torch.optim.Optimizer | None  # None for evaluation
-    objective: LanguageObjective
+    objective: Objective
     balancer: Balancer
     saved: Mapping[str, Any]  # `state.json` of the checkpoint that the run resumes from; empty for a new run
     published_keys: PublishedKeys | None  # published names of the weights, if `checkpoint.export` is set
@@ -140,7 +145,7 @@ class RunContext:
     prepared_at: float  # `time.perf_counter()` before the first step was loaded
 
     @property
-    def objective(self) -> LanguageObjective:
+    def objective(self) -> Objective:
         return self.setup.objective
 
     @property
@@ -222,8 +227,9 @@ def build_bundle(config: Config, tokenizer_required: bool = True) -> ModelBundle
     Raises:
         UserError: If the model cannot be built, or the tokenizer has more tokens than the model.
     """
-    tokenizer = load_chat_tokenizer(config) if tokenizer_required else None
     model = build_model(config.model, config.train.precision)
+    needs_tokenizer = tokenizer_required and denoiser_recipe(model) is None
+    tokenizer = load_chat_tokenizer(config) if needs_tokenizer else None
     if tokenizer is not None:
         check_vocabulary(model, tokenizer)
     return ModelBundle(config, tokenizer, model)

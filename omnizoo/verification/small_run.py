@@ -10,6 +10,8 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.config.sections.train import BatchWarmup
 from omnizoo.models.adapters.lora import attached, matches
 from omnizoo.models.build import build_model
+from omnizoo.models.diffusion.denoiser import is_denoiser, small_denoiser
+from omnizoo.models.diffusion.samples import pipeline_of
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import recipe_from_config, recipe_of
 from omnizoo.models.small_config import shrink_model
@@ -17,6 +19,7 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.training.causality_probe import probe
 
 PACK_TOKENS = 96  # maximum pack length
+DENOISER_TOKENS = 150  # maximum pack length for a diffusion transformer: one to five samples
 TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
 SAMPLES_PER_RANK = 3  # with `train.samples_per_step`
@@ -29,6 +32,8 @@ def shrink(config: Config, world: int, precision: str) -> Config:
         UserError: If the model is not causal, attends across packed samples, cannot be probed on this host, or uses
             random numbers that its config cannot turn off.
     """
+    if is_denoiser(config.model):
+        return _shrink_denoiser(config, world, precision)
     probed = probe(config.model)
     if probed.unchecked:
         raise UserError(f"model: cannot be probed on this host: {probed.unchecked}")
@@ -37,11 +42,20 @@ def shrink(config: Config, world: int, precision: str) -> Config:
             "model: training uses random numbers (dropout, jitter) that depend on the layout, and that no field of the "
             "model config turns off. Verify the model without them."
         )
-    data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
+    data: dict[str, Any] = {"lanes": world, "workers": 0}
+    if config.train.samples_per_step is None:
+        data["look_ahead"] = 16
     # Packs keep their size if they contain media items or preference pairs, because these might not fit into smaller
     # packs.
     if not reads_media(config.model) and config.preference_pairs == "refused":
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
+    small = _with_adapter(shrink_model(config.model, probed.shrinking), config.model)
+    config = _with_small_steps(config.without_cache(), world, precision).changed(data=data)
+    return config.model_copy(update={"model": small})
+
+
+def _with_small_steps(config: Config, world: int, precision: str) -> Config:
+    """Return `config` with three small steps for `world` ranks."""
     parallel: dict[str, Any] = {}
     if config.parallel.reshard_after_forward is None:  # by default, a small model would not be resharded
         parallel["reshard_after_forward"] = True
@@ -51,12 +65,22 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
     if config.train.samples_per_step is not None:
         train["samples_per_step"] = SAMPLES_PER_RANK * world
-        del data["look_ahead"]
     if config.train.batch_warmup is not None:  # the sizes of the three steps are 1/2, 3/4 and 1
         train["batch_warmup"] = BatchWarmup(steps=2, start=0.5)
-    small = _with_adapter(shrink_model(config.model, probed.shrinking), config.model)
-    config = config.without_cache().changed(data=data, train=train, parallel=parallel)
-    return config.model_copy(update={"model": small})
+    return config.changed(train=train, parallel=parallel)
+
+
+def _shrink_denoiser(config: Config, world: int, precision: str) -> Config:
+    """Return the config for a diffusion transformer. Its items and conditions are replaced by small random ones."""
+    folder = pipeline_of(config.model)
+    small = config.model.model_copy(
+        update={"path": None, "config": small_denoiser(config.model), "pipeline": str(folder.path), "part": None}
+    )
+    data: dict[str, Any] = {"lanes": world, "workers": 0, "pack_tokens": DENOISER_TOKENS, "text_dropout": 0.0}
+    if config.train.samples_per_step is None:
+        data["look_ahead"] = 16
+    config = _with_small_steps(config, world, precision).changed(data=data)
+    return config.model_copy(update={"model": _with_adapter(small, config.model)})
 
 
 def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:

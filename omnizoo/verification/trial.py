@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle
 
@@ -56,7 +56,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     """
     config = config.changed(parallel=asdict(layout))
     mesh = build_mesh(config, process)
-    bundle = build_bundle(config)
+    bundle = replace(build_bundle(config), simulated="small")
     loader = bundle.loader(mesh)
     setup = set_up_training(bundle, mesh, StartingPoint(run="", checkpoint=None))
     model, optimizer, objective = setup.model, setup.optimizer, setup.objective

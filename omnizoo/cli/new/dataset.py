@@ -164,7 +164,7 @@ def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, in
     """Try rows. For each row, yield its location and either its length in tokens or an error with fixes."""
     source = reader.sources[0]
     num_copies = 2 if reader.config.mismatched_answers else 1  # each prompt also gets the response of another row
-    renderer = reader.renderer
+    renderer = reader.text_renderer
     for number in tried_numbers(len(source)):
         where = source.where(number)
         row: dict[str, Any] = {}

@@ -43,6 +43,14 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _check_shape(shape: str) -> str:
+    """Return `shape` unchanged if it has the form `HEIGHTxWIDTH` or `HEIGHTxWIDTHxFRAMES`."""
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){1,2}", shape):
+        raise ValueError(f"{shape[:40]!r} is not a shape. Use a form such as 512x768, or 480x832x81 with frames.")
+    return shape
+
+
+MediaShape = Annotated[str, Field(min_length=3, max_length=20), AfterValidator(_check_shape)]
 TemplateOptions = Annotated[dict[Text, bool | int | float | str], AfterValidator(_check_options)]
 
 
@@ -188,6 +196,26 @@ class DataSection(ConfigSection):
     thinking_tags: Annotated[list[str], Field(min_length=2, max_length=2)] | None = None
     """Text before and after the reasoning of a message, such as `["<think>\\n", "\\n</think>\\n\\n"]`. Set it if the
     chat template reads reasoning from the content: `reasoning_content` is then written there, between the tags."""
+
+    shapes: Annotated[list[MediaShape], Field(min_length=1)] | None = None
+    """Shapes of the media that a diffusion transformer learns to generate, as `HEIGHTxWIDTH` or `HEIGHTxWIDTHxFRAMES`.
+    Each item is resized and cropped to the shape that is nearest in aspect ratio, among those with the most frames that
+    it can fill. Required for rows with media files; latents keep their shape."""
+
+    crop: Literal["center", "random"] = "center"
+    """Part of a resized item that is kept: the center, or a position that depends on `train.seed`, the epoch and the
+    row."""
+
+    frame_rate: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Frames per second that are sampled for a shape with frames. Default: all frames of the file."""
+
+    text_tokens: PositiveInt | None = None
+    """Maximum number of text tokens of a prompt, for a diffusion transformer. Default: the number that the pipeline of
+    the family uses."""
+
+    text_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of samples whose prompt is replaced by the empty prompt, for a diffusion transformer. Sampling with
+    classifier-free guidance needs it. Which samples they are depends on `train.seed`, the epoch and the row."""
 
     media_outside: bool = False
     """Whether rows may refer to media files outside `media_dir`, or outside the folder of the source. By default, such

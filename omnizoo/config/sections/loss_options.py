@@ -15,6 +15,17 @@ POLICY = {  # options of all losses for rollouts
     "temperature": Positive,
     "chunked": bool,
 }
+DENOISE = {
+    "density": Literal["logit_normal", "uniform", "mode"],
+    "mean": Annotated[float, Field(ge=-10, le=10)],
+    "std": Annotated[float, Field(gt=0, le=10)],
+    "scale": Annotated[float, Field(ge=-1, le=1.75)],
+    "shift": Annotated[float, Field(gt=0, le=1000)],
+    "weighting": Literal["none", "min_snr", "sigma_sqrt", "cosmap"],
+    "snr_gamma": Positive,
+    "prediction": Literal["flow", "epsilon", "v"],
+    "guidance": NonNegative,
+}
 # For each built-in loss, the type of each option.
 LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {
@@ -59,6 +70,7 @@ LOSSES |= {
         "problem": Literal["single", "multi"],
     },
 }
+LOSSES["denoise"] = DENOISE
 # Losses for rollouts.
 LOSSES |= {
     "grpo": POLICY

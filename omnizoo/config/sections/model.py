@@ -174,6 +174,10 @@ class ModelSection(ConfigSection):
     on the hub, a mapping with `model_type`, or, for a diffusion transformer, a mapping with `_class_name`. With
     `model.module`, a mapping of its arguments."""
 
+    pipeline: Text | None = None
+    """Pipeline folder of diffusers with the scheduler, autoencoder and text encoders of a diffusion transformer. Set it
+    if `path` or `config` contains only the transformer. Default: the folder of `path` or `config`."""
+
     init_from: Text | None = None
     """Checkpoint or run folder with the initial weights of a new run. The run starts at step 0 with a new optimizer. If
     the run has a checkpoint to resume from, `init_from` is not used (docs/explanation/checkpoints.md)."""

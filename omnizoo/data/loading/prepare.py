@@ -63,6 +63,7 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
         lengths=lengths,
         sample_ids=[name for sample in usable for name in sample.names],
         items=tuple(items),
+        batch_shape=usable[0].batch_shape,
         sources=[sample.id.source for sample in usable for _ in sample.segments],
     )
     roles = [segment.role for sample in usable for segment in sample.segments]

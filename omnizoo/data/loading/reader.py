@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.data.rendering.prompt_renderer import PromptRenderer, TextGeometry
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.rendering.thinking import Thinking
 from omnizoo.data.row import BadRow, SourceSchema
@@ -28,9 +30,16 @@ class Reader:
 
     config: Config
     sources: Sequence[RowSource]
-    renderer: Renderer
+    renderer: Renderer | PromptRenderer
     modalities: Mapping[str, Modality]
     most_positions: int | None = None  # maximum number of positions of the model; None if its config has none
+
+    @property
+    def text_renderer(self) -> Renderer:
+        """The renderer of a language model. Raises a `UserError` for a diffusion transformer."""
+        if isinstance(self.renderer, PromptRenderer):
+            raise UserError("model: a diffusion transformer generates no text, which this needs. Use a language model.")
+        return self.renderer
 
     def prepare(self, item: MediaItem) -> list[MediaItem]:
         """Decode the media of an item, and return the item with its inputs.
@@ -81,6 +90,7 @@ def build_reader(
     reserved: Sequence[int] = (),
     most_positions: int | None = None,
     sources: Sequence[RowSource] | None = None,
+    prompts: TextGeometry | None = None,
 ) -> Reader:
     """Open the sources and build the renderer. `read_modalities` returns most of the optional arguments.
 
@@ -93,6 +103,7 @@ def build_reader(
         reserved: Ids of placeholder tokens for media that this run does not provide. Rows must not contain them.
         most_positions: Maximum number of positions of the model; longer samples are counted. None if it is unknown.
         sources: Sources that are already open, to use instead of the sources in the config.
+        prompts: Number of text tokens of prompts, for a diffusion transformer; None for a language model.
 
     Returns:
         The reader.
@@ -113,6 +124,17 @@ def build_reader(
         SourceSchema(key, spec.format, spec.json_columns, spec.untagged_media)
         for spec, key in zip(data.sources, keys, strict=True)
     ]
+    if prompts is not None:
+        prompt_renderer = PromptRenderer(
+            modalities=modalities,
+            geometry=prompts,
+            pack_tokens=data.pack_tokens,
+            text_dropout=data.text_dropout,
+            seed=config.train.seed,
+            ignore=data.ignore,
+            schemas=schemas,
+        )
+        return Reader(config=config, sources=sources, renderer=prompt_renderer, modalities=modalities)
     renderer = Renderer(
         tokenizer,
         data.append_eos,

@@ -12,6 +12,7 @@ from omnizoo.config.schema import Config
 from omnizoo.config.sections.data import SourceSettings, with_weights
 from omnizoo.data.loading.fingerprint import content_of, tokenizer_hashes
 from omnizoo.data.loading.reader import Reader
+from omnizoo.data.rendering.prompt_renderer import PromptRenderer
 from omnizoo.data.sources.base import RowSource
 from omnizoo.models.read_config import tokenizer_folder
 
@@ -23,11 +24,13 @@ FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
+LABELS = "model.score_head"  # absent without labels
 MIX = "data.mix"  # "rows" if sources are mixed by size; absent otherwise, and in checkpoints of earlier versions
 # Names for error messages, for the keys of the fingerprint that are not config keys.
 SHOWN_KEYS = {
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
+    LABELS: "train.losses (labels)",
     PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
     LABELED_RESPONSES: "train.losses (use of labeled responses)",
 }
@@ -47,24 +50,35 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "data.thinking_tags": config.data.thinking_tags,
     }
     mix = {MIX: "rows"} if mixes_by_rows(config) else {}
+    items = {f"data.{key}": getattr(config.data, key) for key in ("shapes", "frame_rate", "text_tokens")}
+    items["data.text_dropout"] = config.data.text_dropout
+    items["data.crop"] = config.data.crop.replace("center", "")
     return {
         **values,
         **mix,
         "data.overlong": overlong or "split",
         OVERLONG_CHATS: overlong or "truncate",
-        **{key: value for key, value in thinking.items() if value},
+        **{key: value for key, value in (thinking | items).items() if value},
         "train.epochs": config.train.epochs,
         "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,
         "train.global_batch": None if config.train.samples_per_step else config.train.packs_per_step,
         **_step_settings(config),
+        **_labels(config),
         PREFERENCE_PAIRS: config.preference_pairs.replace("refused", ""),
         LABELED_RESPONSES: _use_of_labeled_responses(config),
-        "model.tokenizer": tokenizer_hashes(reader.renderer.tokenizer, tokenizer_folder(config.model)),
+        "model.tokenizer": _tokenizer_hashes(reader),
         "sources": [
             _source_fingerprint(spec, source) for spec, source in zip(config.data.sources, reader.sources, strict=True)
         ],
     }
+
+
+def _tokenizer_hashes(reader: Reader) -> dict[str, Any]:
+    """Return hashes of everything that converts rows to tokens; empty for a diffusion transformer."""
+    if isinstance(reader.renderer, PromptRenderer):
+        return {}
+    return tokenizer_hashes(reader.renderer.tokenizer, tokenizer_folder(reader.config.model))
 
 
 def _step_settings(config: Config) -> dict[str, Any]:
@@ -115,6 +129,12 @@ def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, An
         "rows": len(source),
         **content_of(source),
     }
+
+
+def _labels(config: Config) -> dict[str, Any]:
+    """Return the labels of a classifier. Other runs, including those of earlier versions, have no such entry."""
+    head = config.model.score_head
+    return {} if head is None or head.problem == "reward" else {LABELS: [head.problem, *head.labels]}
 
 
 def _use_of_labeled_responses(config: Config) -> str:

@@ -1,8 +1,8 @@
 """Convert `train.epochs` to a number of steps.
 
 First, each rank renders a part of the rows once and records the lengths of the samples. Then rank 0 packs these
-lengths without any content. Packing depends only on lengths, so the count is exact and the same on every
-layout.
+lengths without any content. Packing depends only on lengths and batch shapes, so the count is exact and the same on
+every layout.
 """
 
 import logging
@@ -31,19 +31,21 @@ class Lengths:
     first: int  # number of the first row
     starts: npt.NDArray[np.int64]  # [rows + 1], index in `lengths` of the first sample of each row, and the total
     lengths: npt.NDArray[np.int32]  # [samples], number of tokens of each sample
+    shapes: Sequence[tuple[int, ...]]  # batch shapes of the part, without duplicates
+    shape_numbers: npt.NDArray[np.int32]  # [samples], index in `shapes` of the batch shape of each sample
 
     @property
     def num_rows(self) -> int:
         """Number of rows whose samples were measured."""
         return len(self.starts) - 1
 
-    def of_row(self, row: int) -> list[int]:
-        """Return the lengths of the samples of a row."""
+    def of_row(self, row: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the length and the batch shape of each sample of a row."""
         index = row - self.first
-        start = self.starts[index]
-        stop = self.starts[index + 1]
-        lengths: list[int] = self.lengths[start:stop].tolist()
-        return lengths
+        samples = slice(self.starts[index], self.starts[index + 1])
+        lengths: list[int] = self.lengths[samples].tolist()
+        shapes = [self.shapes[number] for number in self.shape_numbers[samples]]
+        return list(zip(lengths, shapes, strict=True))
 
 
 def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
@@ -67,11 +69,22 @@ def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
         stop = len(source) * (rank + 1) // world
         starts = [0]
         lengths: list[int] = []
+        shape_numbers: list[int] = []
+        numbers: dict[tuple[int, ...], int] = {}
         for row in range(first, stop):
             samples = lane.samples_of(number, 0, row).samples
             lengths += map(len, samples)
+            shape_numbers += [numbers.setdefault(sample.batch_shape, len(numbers)) for sample in samples]
             starts.append(len(lengths))
-        measured.append(Lengths(first, np.array(starts, np.int64), np.array(lengths, np.int32)))
+        measured.append(
+            Lengths(
+                first=first,
+                starts=np.array(starts, np.int64),
+                lengths=np.array(lengths, np.int32),
+                shapes=tuple(numbers),
+                shape_numbers=np.array(shape_numbers, np.int32),
+            )
+        )
     return measured
 
 
@@ -85,9 +98,9 @@ class CountingLane(Lane):
         """Return samples that have the measured lengths of the row, and no content."""
         measured = next(part for part in self.lengths[i] if row < part.first + part.num_rows)
         samples = []
-        for part, length in enumerate(measured.of_row(row)):
+        for part, (length, shape) in enumerate(measured.of_row(row)):
             columns = {"input_ids": np.broadcast_to(NO_TOKENS, length)}
-            samples.append(Sample(columns, id=SampleId(i, epoch, row, part)))
+            samples.append(Sample(columns, batch_shape=shape, id=SampleId(i, epoch, row, part)))
         return SampleSplit(samples)
 
 

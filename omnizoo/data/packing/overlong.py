@@ -139,7 +139,7 @@ def split(
     for part, start in enumerate(range(0, len(rendered), pack_tokens), first_part):
         columns = cut_piece(rendered.columns, start, start + pack_tokens)
         id = SampleId(source, epoch, row, part)
-        yield Sample(columns, rendered.items, rendered.responses, rendered.row_schema, id=id)
+        yield Sample(columns, rendered.items, rendered.responses, rendered.row_schema, rendered.batch_shape, id=id)
 
 
 def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:

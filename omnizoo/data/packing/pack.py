@@ -25,6 +25,7 @@ class Pack:
     sample_ids: list[str]  # for each segment, source/epoch/row/part and, with preferences, /role; empty in dummy packs
     items: tuple[MediaItem, ...] = ()  # media items; spans are (first token in the pack, number of tokens)
     preferences: Preferences | None = None  # role of each segment; None without preference rows
+    batch_shape: tuple[int, ...] = ()  # `batch_shape` of its samples
     sources: list[int] = field(default_factory=list)  # for each segment, its index in data.sources; empty: all are 0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """Combine samples of any length into packs of at most `pack_tokens` tokens.
 
-Nearly all packs are exactly full. The packs depend only on the samples and their order.
+Nearly all packs are exactly full. The packs depend only on the samples and their order. Samples with a `batch_shape`
+are packed only with samples of the same shape.
 """
 
 from collections.abc import Sequence
@@ -51,9 +52,12 @@ class Packer:
 
     def pop(self) -> list[Sample]:
         """Remove the samples of the next pack from the window and return them."""
-        lengths = [len(sample) for sample in self.buffer]
-        others = best_fill(lengths[1:], self.pack_tokens - lengths[0])
-        chosen = [0, *(1 + i for i in others)]
+        oldest = self.buffer[0]
+        later = range(1, len(self.buffer))
+        candidates = [i for i in later if self.buffer[i].batch_shape == oldest.batch_shape]
+        lengths = [len(self.buffer[i]) for i in candidates]
+        others = best_fill(lengths, self.pack_tokens - len(oldest))
+        chosen = [0, *(candidates[i] for i in others)]
         samples = [self.buffer[i] for i in chosen]
         for i in reversed(chosen):
             del self.buffer[i]

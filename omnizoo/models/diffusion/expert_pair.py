@@ -1,6 +1,8 @@
 """Two transformers that share the noise levels: one denoises the high ones, the other the low ones."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,3 +37,10 @@ class ExpertPair(nn.Module):
             with sharing(expert, shared[name]):
                 outputs[name] = expert(**inputs[name], return_dict=False)[0]
         return outputs
+
+
+def save_denoiser_config(model: Any, out: Path) -> None:
+    """Write the config.json of a transformer to the folder `out`, or of the first transformer of a pair."""
+    transformer: Any = model.transformer if isinstance(model, ExpertPair) else model
+    fields = dict(transformer.config) | {"_class_name": type(transformer).__name__.removeprefix("FSDP")}
+    (out / "config.json").write_text(json.dumps(fields, indent=2, default=str) + "\n")

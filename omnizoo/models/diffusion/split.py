@@ -32,8 +32,13 @@ ATTENTION_CLASS = re.compile(r"Attention|Attn")
 class TokenExchange(Protocol):
     """The ranks that share a sequence. `parallel.sequence.SequenceParallel` implements it."""
 
-    rank: int
-    tokens: Sequence[int]  # number of tokens of each rank
+    @property
+    def rank(self) -> int:
+        """Index of this rank."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Number of tokens of each rank."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern

@@ -14,6 +14,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.modalities.base import Decoder, Encoder, Follower, Modality, find_module
 from omnizoo.modalities.item import Port
+from omnizoo.models.diffusion.media import DenoiserMedia
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.hf_private import language_model
 from omnizoo.models.media.batch import MediaBatch, exchange_media
 from omnizoo.models.media.decoder_losses import DecoderLosses
@@ -31,6 +33,9 @@ def media_model(model: nn.Module) -> MediaModel:
     """Return the media of `model`. A composed model describes its media itself; other models have a recipe."""
     if isinstance(model, MediaModel):
         return model
+    recipe = denoiser_recipe(model)
+    if recipe is not None:
+        return DenoiserMedia(recipe)
     if MEDIA_ATTRIBUTE not in vars(model):
         setattr(model, MEDIA_ATTRIBUTE, HFMediaModel(model))
     media = vars(model)[MEDIA_ATTRIBUTE]

@@ -25,7 +25,7 @@ from omnizoo.training.evaluation.responses import Sampler
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.base import Loss, NamedLoss
 from omnizoo.training.losses.scores import LabelCounts, macro_f1
-from omnizoo.training.objective import LanguageObjective
+from omnizoo.training.objective import Objective
 from omnizoo.training.recorder import Recorder
 
 F1 = "/f1"  # metric of a classification run, the mean F1 score of all labels
@@ -98,7 +98,7 @@ class Evaluator:
 
     def __init__(
         self,
-        objective: LanguageObjective,
+        objective: Objective,
         balancer: Balancer,
         packs: Mapping[str, list[Pack]],
         reader: Reader | None,

@@ -37,7 +37,7 @@ from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.answer_metrics import Answer, build_metrics, measure
 from omnizoo.training.evaluation.question_media import copy_media
-from omnizoo.training.objective import LanguageObjective
+from omnizoo.training.objective import Objective
 
 SEARCHED_ROWS = 1000  # number of rows per source that are searched for prompts, in addition to evaluation.samples
 GIB = 2**30
@@ -93,12 +93,12 @@ class HeldOutPrompt:
 class Sampler:
     """Generates responses to the same held-out prompts at every evaluation."""
 
-    def __init__(self, objective: LanguageObjective, reader: Reader) -> None:
+    def __init__(self, objective: Objective, reader: Reader) -> None:
         """Choose the prompts. Collective: all ranks must call it. `reader` reads the held-out sources."""
         self.config = objective.config
         self.model = objective.model
         self.mesh = objective.mesh
-        self.tokenizer = reader.renderer.tokenizer
+        self.tokenizer = reader.text_renderer.tokenizer
         self.metrics = build_metrics(self.config)
         self.rows = sync_errors(self.mesh, lambda: choose_rows(reader) if self.mesh.is_first else [])
         self.num_rows: int = self.mesh.from_first(len(self.rows))  # `rows` is empty on ranks other than 0
@@ -224,7 +224,7 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
         for number in range(min(len(source), SEARCHED_ROWS + count)):
             held_out = HeldOutRow(name, source, reader.renderer.schema(source_number), number)
             try:
-                reader.renderer.question(source.read(number), held_out.find, held_out.schema)
+                reader.text_renderer.question(source.read(number), held_out.find, held_out.schema)
             except (BadRow, BadMedia) as reason:
                 reasons.append(f"{held_out.where}: {reason}")
                 continue

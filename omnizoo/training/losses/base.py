@@ -24,6 +24,7 @@ from omnizoo.config.sections.train import LossSettings
 from omnizoo.models.interfaces.lm_head import Logits
 from omnizoo.models.interfaces.routers import RouterRecord
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.training.denoising.noisy_batch import NoisyBatch
 from omnizoo.training.local_batch import LocalBatch
 
 KINDS = {
@@ -38,15 +39,17 @@ KINDS = {
     "simpo": "omnizoo.training.losses.preference:SimPO",
     "reward": "omnizoo.training.losses.scores:Reward",
     "classification": "omnizoo.training.losses.scores:Classification",
+    "denoise": "omnizoo.training.losses.denoise:Denoise",
 }
 INPUT_KINDS = {  # method -> number of arguments; a loss overrides one of them
     "from_logits": 2,
     "from_hidden": 3,
     "from_routers": 2,
+    "from_prediction": 2,
 }
 EXPECTED = (
     "a subclass of omnizoo.Loss with one of from_logits(logits, batch), from_hidden(hidden, head, batch), "
-    "from_routers(records, batch)"
+    "from_routers(records, batch), from_prediction(prediction, batch)"
 )
 COUNT_EXPECTED = "a number >= 0 that depends only on the totals of the step"
 
@@ -64,8 +67,9 @@ class Loss:
     """Base class of losses.
 
     The constructor accepts the `options` of the config. A subclass overrides exactly one of `from_logits`,
-    `from_hidden` and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed
-    over this rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
+    `from_hidden`, `from_routers` and `from_prediction`. The choice determines the inputs of the loss. The method
+    returns the loss summed over this rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the
+    part has no targets.
 
     A rank may have any part of a pack. The result is independent of the layout only if it is a sum over targets or over
     tokens. `batch.sum(values)` returns such a sum, given one value per target.
@@ -170,6 +174,18 @@ class Loss:
 
         Returns:
             The sum over this rank's part of the micro-batch, a scalar tensor.
+        """
+        raise NotImplementedError
+
+    def from_prediction(self, prediction: torch.Tensor, batch: NoisyBatch) -> torch.Tensor:
+        """Compute the loss of a diffusion transformer.
+
+        Args:
+            prediction: Output of the model for `batch.noisy`, of the same shape.
+            batch: The noisy samples. `batch.target` is what the model should predict.
+
+        Returns:
+            The sum over samples, a scalar tensor, from `batch.sum(values)` with one value per sample.
         """
         raise NotImplementedError
 

@@ -1,0 +1,45 @@
+"""Collect the arguments of the data loader that depend on a diffusion transformer."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.modalities.denoised import DenoisedItem, PixelShape, denoised_modalities
+from omnizoo.models.diffusion.samples import SampleSizes, pipeline_of
+from omnizoo.training.denoising.simulated_items import SimulatedItem
+
+Simulated = Literal["full", "small"]
+SMALL_TEXT = 12  # number of text tokens of a simulated small sample
+
+
+def denoiser_inputs(config: Config, simulated: Simulated | None = None) -> dict[str, Any]:
+    """Return the arguments of readers and loaders for a diffusion transformer, without weights.
+
+    Args:
+        config: The config of the run.
+        simulated: `full` to replace items by nothing, for a dry run; `small` for random items with a few patches.
+
+    Raises:
+        UserError: If a shape does not fit the autoencoder, or a key of the config does not apply.
+    """
+    if config.train.micro_batch != 1:
+        raise UserError(
+            f"train.micro_batch: {config.train.micro_batch}, but packs of a diffusion transformer have different "
+            "shapes. Set it to 1, and raise data.pack_tokens for more samples in each forward pass."
+        )
+    shapes = config.data.shapes or []
+    parsed = [PixelShape.parse(shape) for shape in shapes]
+    folder = pipeline_of(config.model)
+    sizes = SampleSizes.of(config.model).for_rows(folder, parsed, config.data.text_tokens)
+    modalities = denoised_modalities(
+        sizes.media, sizes, shapes=shapes, crop=config.data.crop, frame_rate=config.data.frame_rate
+    )
+    if simulated is not None:
+        is_small = simulated == "small"
+        if is_small:
+            sizes = replace(sizes, fixed_text_tokens=SMALL_TEXT, text_sizes=None)
+        for name, modality in modalities.items():
+            assert isinstance(modality.decoder, DenoisedItem)
+            modalities[name] = replace(modality, decoder=SimulatedItem(modality.decoder, sizes, is_small))
+    return {"modalities": modalities, "prompts": sizes}
