@@ -96,12 +96,16 @@ def _fit(config_json: str) -> DenoiserFlops:
     depth, rows, columns = recipe.patch(config)
     terms: list[npt.NDArray[np.float64]] = []
     counts = []
-    for height, width, text_tokens in SIZES:
+    required = recipe.fixed_text_tokens(config)
+    sizes = SIZES if required is None else [(height, width, required) for height, width, _ in SIZES[:3]]
+    for height, width, text_tokens in sizes:
         shape = (recipe.channels(config), depth, height * rows, width * columns)
         terms.append(_terms(recipe.padded(latent_tokens(config, shape)), recipe.padded(text_tokens)))
         counts.append(_count(model, config, shape, text_tokens))
-    solved = np.linalg.solve(np.stack(terms), np.array(counts, np.float64)).round()
-    return DenoiserFlops(linear=tuple(solved[:, 0]), attention=tuple(solved[:, 1]))
+    unknown = slice(None) if required is None else [0, 1, 3]  # terms that do not depend on the text
+    coefficients = np.zeros((len(terms[0]), 2))
+    coefficients[unknown] = np.linalg.solve(np.stack(terms)[:, unknown], np.array(counts, np.float64)).round()
+    return DenoiserFlops(linear=tuple(coefficients[:, 0]), attention=tuple(coefficients[:, 1]))
 
 
 def _terms(tokens: int, text_tokens: int) -> npt.NDArray[np.float64]:
