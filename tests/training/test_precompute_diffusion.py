@@ -121,12 +121,9 @@ def test_shards_contain_posterior_and_conditions(config: Path, folder: Path) -> 
     assert json.loads(index.file.read_text())["shapes"]["latents"]["mean"] == {"4x4x8": 4, "4x6x6": 4, "4x8x4": 4}
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_killed_precompute_continues_with_identical_files(
-    config: Path, folder: Path, tmp_path: Path, nproc: int
-) -> None:
+def test_killed_precompute_continues_with_identical_files(config: Path, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = precompute(config, out, "--nproc", str(nproc))
+    command = precompute(config, out, "--nproc", "2")
     for file in ("latents-00000.safetensors", "text-00001.safetensors"):
         running = start_omnizoo(command)
         running.wait_until((out / file).exists, timeout=200)
