@@ -5,6 +5,7 @@ detect a damaged byte.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.hub import local_path
 from omnizoo.config.sections.base import SubmoduleSettings
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.models.diffusion.denoiser import is_denoiser, read_denoiser
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.user_module import given_model, is_own_module, tensors_of
 from omnizoo.models.weights.sampled_hash import add_sampled
 
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+VOLATILE = ("_name_or_path", "_diffusers_version", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
 def base_identity(model: ModelSection, seed: int) -> str:
@@ -69,12 +71,20 @@ def _shape_of(model: ModelSection) -> Any:
     """Return the part of the config that determines the shape of the model."""
     if is_own_module(model):
         return [model.module, model.config]
-    fields = read_model_config(model).to_dict()
+    if is_denoiser(model):
+        return {name: _without_volatile(config) for name, config in read_denoiser(model).configs.items()}
+    return _without_volatile(read_model_config(model).to_dict())
+
+
+def _without_volatile(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that determine what a model computes."""
     return {key: value for key, value in fields.items() if key not in VOLATILE}
 
 
 def _weight_folders(model: ModelSection) -> list[Path]:
     """Return the folders of all published weights that the config names."""
+    if is_denoiser(model):
+        return list(read_denoiser(model).folders.values())
     sections: list[ModelSection | SubmoduleSettings | None] = [model, model.foundation]
     for modality in model.modalities.values():
         sections += [modality.encoder, modality.decoder]
