@@ -151,7 +151,7 @@ def count_by_source(table: PackTable, ports: Sequence[Port]) -> dict[int, StepTo
 
 
 def _totals(counts: Records, items: Records, ports: Sequence[Port], num_packs: int, pack_flops: float) -> StepTotals:
-    """Return the totals of records of dtype `COUNT` and `ITEM`."""
+    """Return the totals over all records: counts of packs (dtype `COUNT`) and media items (dtype `ITEM`)."""
     targets = {TEXT: int(counts["num_targets"].sum())}
     for i, port in enumerate(ports):
         if port.role == "encoder":

@@ -127,6 +127,8 @@ def test_a_first_config_by_names_trains_generates_and_exports_an_adapter(hub: Hu
     assert hub.files()["adapter_model.safetensors"] == 1
     merged = run_omnizoo(["export", tmp_path / "second", tmp_path / "merged", "--merge"])
     assert merged.code == 0, merged.stderr
+    answer = run_omnizoo(["generate", tmp_path / "adapter", "--prompt", "Hello", "--max-tokens", 3, "--temperature", 0])
+    assert answer.code == 0, answer.stderr  # the adapter names its base on the hub and the commit of the base
     hub.repos["models/acme/gen"] = hub.repos["models/acme/tiny"]
     answer = run_omnizoo(["generate", "acme/gen", "--prompt", "Hello", "--max-tokens", 3, "--temperature", 0])
     assert answer.code == 0, answer.stderr

@@ -3,6 +3,7 @@
 A stopped worker stands for a stuck one: neither reacts to SIGTERM.
 """
 
+import os
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ import psutil
 import pytest
 from processes import Running, start_omnizoo
 from tiny import read_steps, write_config
+
+from omnizoo.data.loading import workers
 
 SECONDS_TO_END = 10  # of all processes, after the launcher or a rank was killed
 STEPS = {"steps": 100_000, "packs_per_step": 2}
@@ -82,6 +85,33 @@ def test_sigterm_saves_and_ends_a_run_whose_worker_is_stopped(tmp_path: Path) ->
     assert saved_steps(tmp_path) == [len(read_steps(tmp_path / "run"))]
     assert "stopped by SIGTERM after step" in result.stdout
     assert survivors(tree, SECONDS_TO_END) == []
+
+
+class StoppedWorker:
+    """A worker process that ignores SIGTERM."""
+
+    sentinel = -1
+    is_killed = False
+
+    def is_alive(self) -> bool:
+        return not self.is_killed
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_second_interrupt_while_workers_end_still_kills_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "wait", interrupt)
+    worker = StoppedWorker()
+    with pytest.raises(KeyboardInterrupt):
+        workers.end_processes([worker], os.getpid())
+    assert worker.is_killed
 
 
 @pytest.mark.slow

@@ -3,18 +3,20 @@
 The calls are written with the pipelines' static functions where they have them, and never with a recipe.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import CogVideoXPipeline, FluxPipeline, LTXPipeline, QwenImagePipeline
-from pipelines import TEXT_WIDTH
+from diffusers import CogVideoXPipeline, Flux2Pipeline, FluxPipeline, LTXPipeline, QwenImagePipeline
+from pipelines import PIPELINES, TEXT_WIDTH, make_pipeline, perturb
 from torch import nn
 
-from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
+from omnizoo.models.diffusion.pipeline_folder import PipelineFolder, is_pipeline_folder
 
 Call = Callable[[Any, "Batch"], torch.Tensor]  # (transformer, batch) -> prediction in the shape of the latents
 NUM_SAMPLES = 4
@@ -39,7 +41,7 @@ class DenoiserCase:
     call: Call
     conditions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes besides guidance
     guidance: float | None = None
-    layouts: tuple[str, ...] = ("dp4", "uly2.ring2")
+    layouts: tuple[str, ...] = ("uly2.ring2",)  # weights are sharded over all four ranks
 
     def batch(self, dtype: torch.dtype = torch.float32) -> Batch:
         """Return the samples of this case: the same on every rank."""
@@ -55,6 +57,62 @@ class DenoiserCase:
         return Batch(normal(*self.latents), share, condition, normal(*self.latents))
 
 
+def make_folder(name: str, folder: Path) -> Path:
+    """Write a tiny pipeline, or the transformer of a family without one in `PIPELINES`."""
+    if name in PIPELINES:
+        return make_pipeline(name, folder)
+    torch.manual_seed(0)
+    transformer = TRANSFORMERS[name]()
+    perturb(transformer)
+    transformer.save_pretrained(folder)
+    return folder
+
+
+def flux2() -> Any:
+    return diffusers.Flux2Transformer2DModel(
+        in_channels=8,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+
+
+def z_image() -> Any:
+    return diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=64,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 16, 16],
+    )
+
+
+def sana() -> Any:
+    return diffusers.SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        num_layers=2,
+        num_cross_attention_heads=4,
+        cross_attention_head_dim=8,
+        cross_attention_dim=32,
+        caption_channels=TEXT_WIDTH,
+        sample_size=8,
+    )
+
+
+TRANSFORMERS = {"flux2": flux2, "z_image": z_image, "sana": sana}
+
+
 def reference_loss(transformers: Mapping[str, nn.Module], case: DenoiserCase, batch: Batch) -> torch.Tensor:
     """Return the mean squared error of a batch with plain diffusers, in one process."""
     model = transformers if len(transformers) > 1 else next(iter(transformers.values()))
@@ -65,6 +123,9 @@ def reference_loss(transformers: Mapping[str, nn.Module], case: DenoiserCase, ba
 def plain_transformers(folder: Path) -> dict[str, nn.Module]:
     """Load the transformers of a pipeline folder with diffusers, in training mode."""
     loaded = {}
+    if not is_pipeline_folder(folder):
+        class_name = json.loads((folder / "config.json").read_text())["_class_name"]
+        return {"transformer": getattr(diffusers, class_name).from_pretrained(folder).train()}
     for name, component in PipelineFolder.read(folder).denoisers.items():
         loaded[name] = component.load_class().from_pretrained(component.folder).train()
     return loaded
@@ -192,14 +253,44 @@ def call_pixart(model: Any, batch: Batch) -> torch.Tensor:
     return out.chunk(2, 1)[0]
 
 
+def call_flux2(model: Any, batch: Batch) -> torch.Tensor:
+    text = batch.condition["text"]
+    height, width = batch.noisy.shape[2:]
+    out = model(
+        hidden_states=Flux2Pipeline._pack_latents(batch.noisy),
+        timestep=batch.share,
+        guidance=batch.condition["guidance"],
+        encoder_hidden_states=text,
+        txt_ids=Flux2Pipeline._prepare_text_ids(text),
+        img_ids=Flux2Pipeline._prepare_latent_ids(batch.noisy),
+        return_dict=False,
+    )[0]
+    return out.transpose(1, 2).unflatten(2, (height, width))
+
+
+def call_z_image(model: Any, batch: Batch) -> torch.Tensor:
+    latents = list(batch.noisy.unsqueeze(2).unbind())
+    out = model(latents, 1 - batch.share, list(batch.condition["text"].unbind()), return_dict=False)[0]
+    return -torch.stack(out).squeeze(2)
+
+
+def call_sana(model: Any, batch: Batch) -> torch.Tensor:
+    text = batch.condition["text"]
+    return model(
+        batch.noisy,
+        encoder_hidden_states=text,
+        encoder_attention_mask=torch.ones(text.shape[:2]),
+        timestep=batch.share * 1000,
+        return_dict=False,
+    )[0]
+
+
 CLIP = (3, 6, 10)  # frames, height, width: 45 tokens
 PICTURE = (6, 10)  # 15 tokens
 CASES = {
-    "wan": DenoiserCase(
-        "wan", (4, *CLIP), call_wan, {"text": (7, TEXT_WIDTH)}, layouts=("dp4", "uly2.ring2", "uly4", "ring4")
-    ),
+    "wan": DenoiserCase("wan", (4, *CLIP), call_wan, {"text": (7, TEXT_WIDTH)}, layouts=("dp4", "uly2.ring2", "ring4")),
     "wan_two_experts": DenoiserCase(
-        "wan_two_experts", (4, *CLIP), call_wan_pair, {"text": (7, TEXT_WIDTH)}, layouts=("dp4", "dp2.uly2")
+        "wan_two_experts", (4, *CLIP), call_wan_pair, {"text": (7, TEXT_WIDTH)}, layouts=("dp2.uly2",)
     ),
     "wan_i2v": DenoiserCase(
         "wan_i2v",
@@ -213,14 +304,14 @@ CASES = {
         call_flux,
         {"text": (7, TEXT_WIDTH), "pooled": (TEXT_WIDTH,)},
         guidance=3.5,
-        layouts=("dp4", "uly2.ring2", "rep2.dp2"),
+        layouts=("uly2.ring2", "rep2.dp2"),
     ),
     "qwen_image": DenoiserCase(
         "qwen_image",
         (4, *PICTURE),
         call_qwen_image,
         {"text": (7, TEXT_WIDTH)},
-        layouts=("dp4", "uly2.ring2", "dp2.uly2"),
+        layouts=("dp2.uly2",),
     ),
     "sd3": DenoiserCase("sd3", (4, *PICTURE), call_sd3, {"text": (7, 2 * TEXT_WIDTH), "pooled": (2 * TEXT_WIDTH,)}),
     "hunyuan_video": DenoiserCase(
@@ -229,9 +320,12 @@ CASES = {
         call_hunyuan_video,
         {"text": (3, TEXT_WIDTH), "pooled": (TEXT_WIDTH,)},
         guidance=6.0,
-        layouts=("dp4", "uly2.ring2", "uly4"),
+        layouts=("uly4",),
     ),
     "ltx": DenoiserCase("ltx", (8, *CLIP), call_ltx, {"text": (7, TEXT_WIDTH)}),
     "cogvideox": DenoiserCase("cogvideox", (4, *CLIP), call_cogvideox, {"text": (7, TEXT_WIDTH)}),
+    "flux2": DenoiserCase("flux2", (8, *PICTURE), call_flux2, {"text": (7, TEXT_WIDTH)}, guidance=4.0),
+    "z_image": DenoiserCase("z_image", (4, *PICTURE), call_z_image, {"text": (7, TEXT_WIDTH)}),
+    "sana": DenoiserCase("sana", (4, *PICTURE), call_sana, {"text": (7, TEXT_WIDTH)}, layouts=("dp4",)),
     "pixart": DenoiserCase("pixart", (4, *PICTURE), call_pixart, {"text": (7, TEXT_WIDTH)}),
 }

@@ -39,12 +39,12 @@ def make_pipeline(name: str, folder: Path, seed: int = 0) -> Path:
     # Constructors leave many weights at 0 or 1. Random values let a test notice when one is ignored.
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            _perturb(component)
+            perturb(component)
     pipeline.save_pretrained(folder)
     return folder
 
 
-def _perturb(module: torch.nn.Module) -> None:
+def perturb(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

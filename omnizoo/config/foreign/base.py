@@ -73,7 +73,7 @@ def copied(names: str, key: str, note: str = "", values: Mapping[str, Any] | Non
 
 
 def by_hand(names: str, note: str) -> Rule:
-    """Return a rule for keys whose counterpart the user sets. `note` continues "use "."""
+    """Return a rule for keys whose counterpart the user sets. The hint is "use", followed by `note`."""
     return Rule(tuple(names.split()), "by hand", note=note)
 
 

@@ -148,13 +148,14 @@ class AdapterSettings(ConfigSection):
 
 
 class ScoreHead(ConfigSection):
-    """Head of a sequence classification model, which scores the last token of each sample."""
+    """Head of a sequence classification model. It scores the last token of each sample."""
 
     labels: Annotated[list[Text], Field(min_length=1)]
     """Names of the scores, in the order of the rows of the head."""
 
     problem: Literal["reward", "single", "multi"]
-    """Meaning of the scores: one reward, logits of which one is true, or independent logits."""
+    """Meaning of the scores: a single reward, logits of labels that exclude each other, or logits of independent
+    labels."""
 
 
 class ModelSection(ConfigSection):

@@ -24,11 +24,13 @@ FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
+LABELS = "model.score_head"  # absent without labels
 MIX = "data.mix"  # "rows" if sources are mixed by size; absent otherwise, and in checkpoints of earlier versions
 # Names for error messages, for the keys of the fingerprint that are not config keys.
 SHOWN_KEYS = {
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
+    LABELS: "train.losses (labels)",
     PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
     LABELED_RESPONSES: "train.losses (use of labeled responses)",
 }
@@ -62,6 +64,7 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "train.seed": config.train.seed,
         "train.global_batch": None if config.train.samples_per_step else config.train.packs_per_step,
         **_step_settings(config),
+        **_labels(config),
         PREFERENCE_PAIRS: config.preference_pairs.replace("refused", ""),
         LABELED_RESPONSES: _use_of_labeled_responses(config),
         "model.tokenizer": _tokenizer_hashes(reader),
@@ -126,6 +129,12 @@ def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, An
         "rows": len(source),
         **content_of(source),
     }
+
+
+def _labels(config: Config) -> dict[str, Any]:
+    """Return the labels of a classifier. Other runs, including those of earlier versions, have no such entry."""
+    head = config.model.score_head
+    return {} if head is None or head.problem == "reward" else {LABELS: [head.problem, *head.labels]}
 
 
 def _use_of_labeled_responses(config: Config) -> str:

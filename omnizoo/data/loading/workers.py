@@ -136,13 +136,15 @@ def end_processes(processes: Sequence[ForkServerProcess], parent: int) -> None:
     if os.getpid() != parent:
         return  # this process is a fork of the one that started the workers
     alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.terminate()
-    until = time.monotonic() + SECONDS_TO_END
-    while alive and wait([process.sentinel for process in alive], max(0.0, until - time.monotonic())):
-        alive = [process for process in alive if process.is_alive()]
-    for process in alive:
-        process.kill()
+    try:
+        for process in alive:
+            process.terminate()
+        until = time.monotonic() + SECONDS_TO_END
+        while alive and wait([process.sentinel for process in alive], max(0.0, until - time.monotonic())):
+            alive = [process for process in alive if process.is_alive()]
+    finally:  # also if a second Ctrl-C interrupts the wait; otherwise, Python would wait for a stopped worker forever
+        for process in alive:
+            process.kill()
 
 
 class _Process(ForkServerProcess):

@@ -32,7 +32,7 @@ class LabelReader:
 
         Args:
             row: The row.
-            ignored: Names of fields that are not read.
+            ignored: Names of fields to ignore.
 
         Returns:
             The value of the column `CLASSES`, and the row without its labels.

@@ -1,4 +1,4 @@
-"""CLIP score: whether generated images show what their prompts describe (Hessel et al., 2021)."""
+"""CLIP score: how well generated images match their prompts (Hessel et al., 2021)."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Features of generated images and clips, computed by a pretrained model that is not trained.
+"""Features of generated images and clips, computed by a frozen pretrained model.
 
-Images are processed one at a time, so the features of an image do not depend on the others.
+Images are processed one at a time, so the features of an image do not depend on other images.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.files.decoding import optional
 
-FRAMES = 8  # maximum number of frames of a clip that are scored, evenly spaced
+FRAMES = 8  # maximum number of evenly spaced frames to score in a clip
 
 
 class FrozenTower:
@@ -72,7 +72,7 @@ class FrozenTower:
 
     @torch.no_grad()
     def text_features(self, text: str) -> torch.Tensor:
-        """Return the features `[1, width]` of a text, which is cut to the length that the model accepts."""
+        """Return the features `[1, width]` of a text. Texts are cut to the length that the model accepts."""
         if not hasattr(self.model, "get_text_features"):
             raise UserError(f"{self.key}: path: {type(self.model).__name__} has no text features. Use a CLIP model.")
         length = self.model.config.text_config.max_position_embeddings

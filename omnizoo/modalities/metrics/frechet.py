@@ -10,10 +10,10 @@ from omnizoo.modalities.metrics.features import FrozenTower
 
 
 class FrechetDistance:
-    """The Frechet distance between two Gaussians: the features of generated images, and those of expected images.
+    """The Frechet distance between Gaussians that are fitted to the features of generated and of expected images.
 
-    With Inception v3 features it is called FID. Estimates from few images are biased upwards, so compare only values
-    with the same number of images.
+    With Inception v3 features, this distance is called FID. Estimates from few images are biased upwards, so compare
+    only values with the same number of images.
 
     Args:
         path: Folder of a vision model, such as DINOv2, or a CLIP model.

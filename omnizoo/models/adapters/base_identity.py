@@ -1,7 +1,7 @@
 """Identity of an adapter's base model: a hash of its weights, or of the config and seed that initialize them.
 
-Only parts of large files are hashed. This distinguishes a model from one that was fine-tuned from it, but may not
-detect a damaged byte.
+Only parts of large files are hashed. The hash distinguishes a model from its fine-tuned versions, but may not detect a
+damaged byte.
 """
 
 import json

@@ -21,7 +21,7 @@ from omnizoo.models.diffusion.predict import predict
 from omnizoo.models.diffusion.recipe import Config, diffusion_recipe_of
 
 # (rows of patches, columns of patches, text tokens) of the counts. Some models expect at least 512 text tokens.
-SIZES = ((2, 2, 512), (2, 4, 512), (4, 4, 512), (2, 2, 576), (2, 2, 768), (2, 4, 576))
+SIZES = ((4, 8, 512), (8, 8, 512), (8, 12, 512), (4, 8, 576), (4, 8, 768), (8, 8, 576))
 LINEAR_OPS = ("addmm", "mm", "convolution")  # multiply with weights; the others multiply tokens with tokens
 
 
@@ -47,7 +47,9 @@ def sample_flops(model: nn.Module, latent_shape: Sequence[int], text_tokens: int
         text_tokens: Number of text tokens.
     """
     config = config_of_denoiser(model)
-    linear, attention = denoiser_flops(config).forward(latent_tokens(config, latent_shape), text_tokens)
+    recipe = diffusion_recipe_of(config["_class_name"])
+    tokens = recipe.padded(latent_tokens(config, latent_shape))
+    linear, attention = denoiser_flops(config).forward(tokens, recipe.padded(text_tokens))
     is_base_trained = any(
         p.requires_grad and p.ndim > 1 and "lora_" not in name for name, p in model.named_parameters()
     )
@@ -72,7 +74,7 @@ def _fit(config_json: str) -> DenoiserFlops:
     counts = []
     for height, width, text_tokens in SIZES:
         shape = (recipe.channels(config), depth, height * rows, width * columns)
-        terms.append(_terms(latent_tokens(config, shape), text_tokens))
+        terms.append(_terms(recipe.padded(latent_tokens(config, shape)), recipe.padded(text_tokens)))
         counts.append(_count(model, config, shape, text_tokens))
     solved = np.linalg.solve(np.stack(terms), np.array(counts, np.float64)).round()
     return DenoiserFlops(linear=tuple(solved[:, 0]), attention=tuple(solved[:, 1]))

@@ -111,7 +111,7 @@ def forward_inputs(
     config = model.config
     latents = _with_frames(noisy)
     grid = recipe.grid(config, latents.shape[1:])
-    scale = config[recipe.time_scale] if isinstance(recipe.time_scale, str) else recipe.time_scale
+    scale = recipe.time_scale * (config[recipe.time_factor] if recipe.time_factor else 1.0)
     time = scale * (1 - noise_share if recipe.is_time_reversed else noise_share)
     inputs: dict[str, Any] = {recipe.time_argument: time.round() if recipe.is_time_discrete else time}
 
@@ -131,7 +131,10 @@ def forward_inputs(
         latents = latents.squeeze(2)
     elif recipe.frames_first:
         latents = latents.transpose(1, 2)
-    inputs["hidden_states"] = latents
+    inputs[recipe.latents_argument] = latents
+    if recipe.takes_lists:
+        for argument in (recipe.latents_argument, recipe.conditions[TEXT].argument):
+            inputs[argument] = list(inputs[argument].unbind())
     if recipe.arguments is not None:
         shapes = ForwardShapes(
             config=config,
@@ -146,8 +149,10 @@ def forward_inputs(
     return inputs
 
 
-def _prediction(model: Any, recipe: DiffusionRecipe, noisy: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _prediction(model: Any, recipe: DiffusionRecipe, noisy: torch.Tensor, output: Any) -> torch.Tensor:
     """Return an output of the transformer in the shape and sign of the contract."""
+    if recipe.takes_lists:
+        output = torch.stack(output)
     if recipe.is_packed:
         grid = recipe.grid(model.config, noisy.shape[1:])
         output = unpack(output, grid, recipe.patch(model.config))
@@ -155,8 +160,8 @@ def _prediction(model: Any, recipe: DiffusionRecipe, noisy: torch.Tensor, output
         output = output.unsqueeze(2)
     elif recipe.frames_first:
         output = output.transpose(1, 2)
-    output = output[:, : noisy.shape[1]]  # some models also predict a variance
-    return recipe.output_sign * output.reshape(noisy.shape)
+    latents: torch.Tensor = output[:, : noisy.shape[1]]  # some models also predict a variance
+    return recipe.output_sign * latents.reshape(noisy.shape)
 
 
 def _shared_tokens(
@@ -167,8 +172,12 @@ def _shared_tokens(
         return None
     assert recipe.split is not None, "checked when the model is parallelized"
     frames, height, width = recipe.grid(model.config, _with_frames(noisy).shape[1:])
-    text_tokens = condition[TEXT].shape[1] if TEXT in recipe.split.streams else None
-    return SharedTokens.of(sequence, frames * height * width, text_tokens, recipe.split.needs_text)
+    tokens = recipe.padded(frames * height * width)
+    text_tokens = recipe.padded(condition[TEXT].shape[1])
+    if recipe.split.joins_text:
+        tokens += text_tokens
+    cut_text_tokens = text_tokens if TEXT in recipe.split.streams else None
+    return SharedTokens.of(sequence, tokens, cut_text_tokens, recipe.split.needs_text)
 
 
 def _with_frames(latents: torch.Tensor) -> torch.Tensor:

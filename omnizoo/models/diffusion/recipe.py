@@ -69,9 +69,10 @@ class Split:
 
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)  # module -> cuts, by name of the argument
     outputs: Mapping[str, Sequence[Cut]] = field(default_factory=dict)  # module -> cuts of its outputs, in order
-    gathered: str = "proj_out"  # module whose output contains the tokens of the latents, to be made whole
+    gathered: str = "proj_out"  # modules whose output contains the tokens of the latents, to be made whole
     # Attention modules over the cut tokens -> streams that they attend over.
     attention: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joins_text: bool = False  # whether the stream of latents is followed by the text
     needs_text: bool = False  # whether the model's code fails if a rank holds no text token
     # Attention modules that need no communication: they run before the cut, or attend to tokens that are not cut.
     local_attention: tuple[str, ...] = ()
@@ -95,9 +96,12 @@ class DiffusionRecipe:
     channels: Callable[[Config], int]  # channels of the noisy latents
     is_packed: bool = False  # whether the caller cuts the latents into patches; otherwise the model does
     dims: int = 3  # dims of the grid that an unpacked model expects: 3 for [F, H, W], 2 for [H, W]
+    latents_argument: str = "hidden_states"
+    takes_lists: bool = False  # whether latents and text are lists of samples, and the output as well
     frames_first: bool = False  # whether the model expects [B, F, C, H, W]
     time_argument: str = "timestep"
-    time_scale: float | str = 1000.0  # factor of the noise share, or the config field that contains it
+    time_scale: float = 1000.0  # factor of the noise share
+    time_factor: str = ""  # config field with another factor of the noise share
     is_time_reversed: bool = False  # whether the model's time is 1 - noise share
     is_time_discrete: bool = False  # whether the scaled time is an integer
     output_sign: float = 1.0  # factor between the output and noise - data
@@ -106,6 +110,7 @@ class DiffusionRecipe:
     compression: Callable[[Config], Grid] | None = None  # config of the autoencoder -> pixels per latent, if needed
     unsupported: Mapping[str, str] = field(default_factory=dict)  # config field that must not be set -> reason
     trims_text: bool = False  # whether masked text tokens may be dropped; otherwise the published length is kept
+    token_multiple: int = 1  # the model pads latents and text to a multiple of this number of tokens
     attends_text: bool = True  # whether attention over the latents includes the text tokens
     heads: str = "num_attention_heads"  # config field with the number of attention heads
     split: Split | None = None  # None: sequence parallelism is not supported
@@ -122,6 +127,10 @@ class DiffusionRecipe:
                     f"patches of {'x'.join(map(str, patch))}. Choose sizes that are multiples."
                 )
         return frames // patch[0], height // patch[1], width // patch[2]
+
+    def padded(self, tokens: int) -> int:
+        """Return the number of tokens of latents or text in the model."""
+        return -(-tokens // self.token_multiple) * self.token_multiple
 
 
 def snake_case(class_name: str) -> str:

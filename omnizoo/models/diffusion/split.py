@@ -121,7 +121,8 @@ class SplitModel:
         for pattern, outputs in split.outputs.items():
             for name in _matching(modules, [pattern]):
                 modules[name].register_forward_hook(_output_hook(self, name, outputs))
-        modules[split.gathered].register_forward_hook(self._gather)
+        for name in _matching(modules, [split.gathered]):
+            modules[name].register_forward_hook(self._gather)
 
     def _gather(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output if self.shared is None else self.shared.gather(output)

@@ -1,7 +1,7 @@
 """Sequence classification models of transformers: a linear layer scores the last token of each sample.
 
-Their weights have the names of the language model's, with `score` in place of the language model head. The forward of
-transformers scores only the last token of its input, so it is replaced by one that scores every token of a pack.
+Their weights have the same names as in the language model, but `score` replaces the language model head. The forward of
+transformers scores only the last token of its input. OmniZoo replaces it to score every token of a pack.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import ScoreHead
 from omnizoo.models.hf_private import SEQUENCE_CLASSIFICATION, classification_class, has_score_head
 
-HEAD = "score"  # attribute of transformers' classes
+HEAD = "score"  # attribute of transformers' classes that contains the score head
 LANGUAGE_HEAD = "*lm_head*"  # weights of the head that a score head replaces
 PROBLEMS: dict[str, Any] = {
     "single": "single_label_classification",
@@ -57,7 +57,7 @@ def use_score_head(model: nn.Module) -> None:
         return
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise UserError(f"model: {type(model).__name__} has no linear layer `{HEAD}`. Use another model family.")
-    # Bound methods are used, because in a deep copy of the model, they refer to the copy.
+    # Use bound methods: in a deep copy of the model, these methods refer to the copy.
     model.forward = MethodType(_score_tokens, model)
     model.get_output_embeddings = MethodType(_score_head, model)  # type: ignore[method-assign]
 
@@ -89,7 +89,7 @@ def set_padding(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     """Set the padding token of a sequence classification model, if its config lacks one.
 
     transformers needs it to find the last token of each text in a batch. A padding token that also ends texts is not
-    used, because the wrong token would be scored.
+    suitable, because the model would score the wrong token.
     """
     text = config.get_text_config()
     padding = tokenizer.pad_token_id

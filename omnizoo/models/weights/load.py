@@ -25,6 +25,7 @@ from omnizoo.models.hf_private import (
     auto_class,
     conversion_mapping,
     drop_prefix,
+    has_score_head,
     load_files,
     load_unconverted,
     loader_of,
@@ -186,6 +187,8 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     assert spec.path is not None
     folder = Path(local_path(spec.path))
     config = read_model_config(spec)
+    if has_score_head(config):
+        raise UserError(f"{folder}: contains a sequence classification model, which generates no text")
     builder = auto_class(config, spec.trust_remote_code)
     if builder is None:
         raise UserError(

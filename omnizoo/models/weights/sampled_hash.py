@@ -1,6 +1,6 @@
 """Hash large files of weights by pieces that are spread evenly over them.
 
-This distinguishes a model from one that was fine-tuned from it, but may not detect a damaged byte.
+The hash distinguishes a model from its fine-tuned versions, but may not detect a damaged byte.
 """
 
 import os

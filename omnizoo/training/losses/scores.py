@@ -1,4 +1,4 @@
-"""Losses on the scores of a sequence classification model, which scores the last token of each sample."""
+"""Losses on the scores of a sequence classification model. The model scores the last token of each sample."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,8 +17,9 @@ from omnizoo.training.losses.preference import PairLoss, preference_nll
 class Reward(PairLoss):
     """Bradley-Terry loss of a reward model, averaged over pairs.
 
-    If a row has a `margin`, the reward of the chosen response should exceed the other one by it (Touvron et al., 2023).
-    `centering` is the weight of a term that keeps the mean reward near 0 (Eisenstein et al., 2023).
+    If a row has a `margin`, the reward of the chosen response should exceed that of the rejected response by the margin
+    (Touvron et al., 2023). `centering` is the weight of a term that keeps the mean reward near 0 (Eisenstein et al.,
+    2023).
     """
 
     is_normalized = False
@@ -77,8 +78,8 @@ class Classification(Loss):
 class LabelCounts(Loss):
     """Counts of an evaluation from which the F1 score of each label is computed.
 
-    The metrics `hits/N` and `misses/N` are the number of samples that have and are predicted to have label N, and the
-    number of samples for which only one of both holds.
+    Metric `hits/N` counts samples that have label N and are predicted to have it. Metric `misses/N` counts samples for
+    which only one of these is true.
     """
 
     def __init__(self, labels: Sequence[str], problem: str) -> None:
@@ -105,7 +106,7 @@ class LabelCounts(Loss):
 def true_labels(batch: LocalBatch, num_labels: int, is_multi: bool) -> torch.Tensor:
     """Return whether each sample has each label, `[samples, labels]`."""
     classes: Any = batch.columns.get(CLASSES)
-    if classes is None:  # only dummy packs
+    if classes is None:  # all packs are dummy packs
         return torch.zeros(len(batch.targets), num_labels, dtype=torch.bool, device=batch.targets.device)
     if is_multi:
         return unpack_labels(classes, num_labels)

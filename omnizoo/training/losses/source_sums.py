@@ -44,7 +44,7 @@ class SourceSums:
             self._splits.append((total, split))
 
     def pop(self, total: torch.Tensor, num_targets: int = 0) -> torch.Tensor | None:
-        """Return the split of a sum, `[sources + 1]`, and forget all splits. None if nothing is split.
+        """Return the split of a sum, `[sources + 1]`, and discard all splits. None if nothing is split.
 
         Args:
             total: The sum.

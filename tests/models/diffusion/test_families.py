@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from denoiser_cases import CASES, DenoiserCase, plain_transformers, reference_loss
-from pipelines import make_pipeline
+from denoiser_cases import CASES, DenoiserCase, make_folder, plain_transformers, reference_loss
 from processes import run_on_ranks
 from torch import nn
 
@@ -30,7 +29,7 @@ SIZES = {"dp": "dp_shard", "rep": "dp_replicate", "uly": "ulysses", "ring": "rin
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines")
     for case in CASES.values():
-        make_pipeline(case.pipeline, folder / case.pipeline)
+        make_folder(case.pipeline, folder / case.pipeline)
     return folder
 
 
@@ -48,7 +47,17 @@ def largest_error(actual: torch.Tensor, expected: torch.Tensor, scale: float) ->
     return float((actual - expected).norm() / max(float(expected.norm()), 1e-4 * scale))
 
 
-def compare(model: nn.Module, loss: float, plain: dict[str, nn.Module], expected: float) -> dict[str, Any]:
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients by name. Collective for a sharded model."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = full_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return gradients
+
+
+def compare(
+    actual: dict[str, torch.Tensor], loss: float, plain: dict[str, nn.Module], expected: float
+) -> dict[str, Any]:
     """Return the relative error of the loss, and the largest one of the gradients with its name."""
     prefixes = {name: f"{name}." if len(plain) > 1 else "" for name in plain}
     gradients = {}
@@ -56,11 +65,8 @@ def compare(model: nn.Module, loss: float, plain: dict[str, nn.Module], expected
         for key, parameter in transformer.named_parameters():
             gradients[prefixes[name] + key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     scale = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    errors = {}
-    for key, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        errors[key] = largest_error(full_tensor(gradient), gradients.pop(key), scale)
-    assert not gradients, gradients.keys()
+    assert gradients.keys() == actual.keys()
+    errors = {key: largest_error(actual[key], gradient, scale) for key, gradient in gradients.items()}
     worst = max(errors, key=errors.__getitem__)
     return {"loss": abs(loss - expected) / expected, "gradient": errors[worst], "worst": worst}
 
@@ -72,8 +78,10 @@ def run_reference(folder: Path, case: DenoiserCase) -> tuple[dict[str, nn.Module
     return plain, loss.item()
 
 
-def run_layout(process: Process, folder: Path, case: DenoiserCase, layout: str) -> dict[str, Any]:
-    """Compare one layout with plain diffusers in this process."""
+def run_layout(
+    process: Process, folder: Path, case: DenoiserCase, layout: str
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the gradients and the loss of one layout."""
     config = config_of(folder, layout)
     mesh = build_mesh(config, process)
     model = build_model(config.model, "fp32")
@@ -92,16 +100,18 @@ def run_layout(process: Process, folder: Path, case: DenoiserCase, layout: str) 
     prediction = predict(model, recipe, part.noisy, part.share, part.condition, sequence)
     loss = (prediction - part.target).square().mean() / mesh.layout.world
     loss.backward()
-    plain, expected = run_reference(folder, case)
-    return compare(model, mesh.sum([loss.item()])[0], plain, expected)
+    return full_gradients(model), mesh.sum([loss.item()])[0]
 
 
 def check_layouts(process: Process, folder: Path, names: list[str], layouts: list[str]) -> None:
     results = {}
     for name in names:
         case = CASES[name]
+        plain, expected = run_reference(folder / case.pipeline, case) if process.rank == 0 else ({}, 0.0)
         for layout in layouts or case.layouts:
-            results[f"{name} {layout}"] = run_layout(process, folder / case.pipeline, case, layout)
+            gradients, loss = run_layout(process, folder / case.pipeline, case, layout)
+            if process.rank == 0:
+                results[f"{name} {layout}"] = compare(gradients, loss, plain, expected)
     if process.rank == 0:
         (folder / f"{process.world_size}.json").write_text(json.dumps(results))
 
@@ -134,7 +144,7 @@ def test_prediction_and_gradients_equal_those_of_the_pipelines_call(name: str, f
     prediction = predict(model, recipe, batch.noisy, batch.share, batch.condition)
     loss = (prediction - batch.target).square().mean()
     loss.backward()
-    assert_close(compare(model, loss.item(), plain, expected))
+    assert_close(compare(full_gradients(model), loss.item(), plain, expected))
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,19 @@ def test_unusable_score_settings_raise(key: str, changes: dict[str, Any], tmp_pa
         load_config(path, overrides)
 
 
+def test_resume_with_other_labels_and_generation_with_a_classifier_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_scorer(tmp_path / "model", num_labels=3)
+    path = pair_config(tmp_path, [classification("single")], labeled_rows("single"), model=of_folder(folder))
+    assert main(["train", str(path), "--train.steps", "1"]) == 0
+    swapped = classification("single") | {"options": {"labels": LABELS[::-1]}}
+    assert main(["train", str(path), "--train.steps", "2", "--train.losses", json.dumps([swapped])]) == 2
+    assert "train.losses (labels)" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "hello"]) == 2
+    assert "contains a sequence classification model" in capsys.readouterr().err
+
+
 def test_unusable_model_for_scores_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_scorer(tmp_path / "model", num_labels=2)
     path = pair_config(tmp_path / "run", [{"kind": "reward"}], model=of_folder(folder))
