@@ -4,7 +4,8 @@ import-linter, in `make lint`, checks which package may import which.
 """
 
 import ast
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import layout_metrics
@@ -23,37 +24,41 @@ def package_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0]
 
 
-def strings(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and value of each string, except docstrings and config descriptions."""
-    tree = ast.parse(file.read_text())
-    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    prose |= {
-        k.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for k in node.keywords
-        if k.arg == "description"
-    }
-    for node in ast.walk(tree):
+@dataclass(frozen=True)
+class Source:
+    """Contents of a source file, each with its line."""
+
+    strings: list[tuple[int, str]]  # except docstrings and config descriptions
+    imports: list[tuple[int, str]]  # dotted names
+    attributes: list[tuple[int, str]]  # dotted names that begin with a variable or module
+
+
+@cache
+def read_source(file: Path) -> Source:
+    """Parse a file once for all tests."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    prose = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    prose |= {keyword.value for call in calls for keyword in call.keywords if keyword.arg == "description"}
+    source = Source([], [], [])
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
-            yield node.lineno, node.value
-
-
-def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of each import."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            source.strings.append((node.lineno, node.value))
+        elif isinstance(node, ast.Import):
+            source.imports.extend((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            source.imports.extend((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            source.attributes.append((node.lineno, dotted_name(node)))
+    return source
 
 
-def names_used(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of each attribute."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute):
-            yield node.lineno, ast.unparse(node)
+def dotted_name(node: ast.expr) -> str:
+    """Return `a.b.c` for an attribute of an attribute of a name; other expressions become an empty string."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_package_files_are_found() -> None:
@@ -81,7 +86,7 @@ def test_only_allowed_packages_communicate(package: str) -> None:
         f"{file}:{line} {name}"
         for file in FILES
         if package_of(file) == package
-        for line, name in [*imports(file), *names_used(file)]
+        for line, name in [*read_source(file).imports, *read_source(file).attributes]
         if name.startswith("torch.distributed") and not name.startswith(MAY_USE.get(package, ()))
         if not any(allowed.startswith(name) for allowed in MAY_USE.get(package, ()))
     ]
@@ -93,7 +98,7 @@ def test_private_torch_names_are_imported_in_one_file() -> None:
         f"{file}:{line} {name}"
         for file in FILES
         if file != PACKAGE / "ops/torch_private.py"
-        for line, name in imports(file)
+        for line, name in read_source(file).imports
         if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
     ]
     assert violations == []
@@ -105,7 +110,7 @@ def test_communication_never_imports_models_modalities_or_recipes() -> None:
         f"{file}:{line} {name}"
         for file in FILES
         if package_of(file) == "parallel"
-        for line, name in imports(file)
+        for line, name in read_source(file).imports
         if name.startswith(above)
     ]
     assert violations == []
@@ -116,7 +121,7 @@ def test_modality_names_are_only_in_modalities_and_recipes() -> None:
         f"{file}:{line} {text!r}"
         for file in FILES
         if package_of(file) not in MAY_NAME_MODALITIES and FOREIGN_CONFIGS not in file.parents
-        for line, text in strings(file)
+        for line, text in read_source(file).strings
         if not text.startswith("omnizoo.modalities.")  # a module path
         and MODALITIES & set(text.lower().replace("/", " ").replace(".", " ").replace("_", " ").split())
     ]
@@ -131,14 +136,14 @@ def test_model_types_are_only_named_in_recipes() -> None:
         f"{file}:{line} {text!r}"
         for file in FILES
         if package_of(file) != "recipes"
-        for line, text in strings(file)
+        for line, text in read_source(file).strings
         if text in types
     ]
     violations += [
         f"{file}:{line} {name}"
         for file in FILES
         if package_of(file) != "recipes"
-        for line, name in imports(file)
+        for line, name in read_source(file).imports
         if name.startswith("transformers.models.") and not name.startswith("transformers.models.auto.")
     ]
     assert violations == []
@@ -147,7 +152,9 @@ def test_model_types_are_only_named_in_recipes() -> None:
 def test_no_code_branches_on_composed_models() -> None:
     """Composed models and multimodal HF models share the interface `MediaModel`."""
     others = [file for file in FILES if file != PACKAGE / "models/media/composed.py"]
-    violations = [f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.endswith(".OmniModel")]
+    violations = [
+        f"{f}:{line} {name}" for f in others for line, name in read_source(f).imports if name.endswith(".OmniModel")
+    ]
     assert violations == []
 
 
@@ -158,9 +165,14 @@ def test_package_does_not_unpickle() -> None:
     """
     others = [file for file in FILES if file != PACKAGE / "data/loading/worker_pickling.py"]
     violations = [
-        f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.split(".")[0] in ("pickle", "dill")
+        f"{f}:{line} {name}"
+        for f in others
+        for line, name in read_source(f).imports
+        if name.split(".")[0] in ("pickle", "dill")
     ]
-    violations += [f"{f}:{line} {name}" for f in FILES for line, name in names_used(f) if name == "torch.load"]
+    violations += [
+        f"{f}:{line} {name}" for f in FILES for line, name in read_source(f).attributes if name == "torch.load"
+    ]
     assert violations == []
 
 
@@ -187,7 +199,7 @@ def test_only_the_command_line_imports_recipes() -> None:
         f"{file}:{line} {name}"
         for file in FILES
         if package_of(file) not in ("cli", "recipes")
-        for line, name in imports(file)
+        for line, name in read_source(file).imports
         if name.startswith("omnizoo.recipes")
     ]
     assert violations == []

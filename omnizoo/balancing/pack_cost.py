@@ -6,7 +6,8 @@ from dataclasses import replace
 from torch import nn
 
 from omnizoo.data.packing.pack import Pack
-from omnizoo.models.diffusion.sample_flops import SampleFlops
+from omnizoo.models.diffusion.flops import SampleFlops
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.flops import count_flops
 from omnizoo.models.media.hf_model import media_model
 
@@ -22,14 +23,14 @@ class PackCost:
 
     def __init__(self, model: nn.Module) -> None:
         self.flops = count_flops(model)
-        self._sample_flops = SampleFlops.of(model)
+        self._sample_flops = SampleFlops(model) if denoiser_recipe(model) is not None else None
         self._bidirectional = media_model(model).bidirectional
 
     def __call__(self, pack: Pack) -> float:
         """Return the FLOPs of the model for a pack, without those of encoders."""
         if self._sample_flops is not None:
             samples = zip(pack.items, pack.lengths, strict=False)  # a dummy pack has no item
-            return sum(self._sample_flops.of_sample(item.size, length) for item, length in samples)
+            return sum(sum(self._sample_flops.of(item.size, length)) for item, length in samples)
         fed_back: Counter[str] = Counter()  # number of placeholder tokens that decoders turn into inputs, by modality
         predicted: Counter[str] = Counter()  # number of placeholder tokens that decoders predict, by modality
         for item in pack.items:
@@ -46,7 +47,7 @@ class PackCost:
         """Return only the FLOPs of attention for a pack, without encoders."""
         if self._sample_flops is not None:
             samples = zip(pack.items, pack.lengths, strict=False)
-            return sum(self._sample_flops.attention_of_sample(item.size, length) for item, length in samples)
+            return sum(self._sample_flops.of(item.size, length)[1] for item, length in samples)
         only_pairs = replace(self.flops, per_token=0.0, per_target=0.0)
         return only_pairs.of(pack.lengths, 0, {}, {}, self._pairs_ahead(pack))
 

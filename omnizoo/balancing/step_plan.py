@@ -235,7 +235,7 @@ class MicroBatchPlan:
         return int(self.table.items["source"][self.items[item]])
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
-        """Return, by port, the features that `rank` sends to other ranks, and those it receives for its tokens."""
+        """Return, by port, the features that `rank` sends to other ranks, and those that it receives."""
         has_spans = self.table.items["num_spans"][self.items] > 0
         present = [port for i, port in enumerate(self.ports) if (has_spans & (self.port == i)).any()]
         dp_rank = rank // self.layout.sp

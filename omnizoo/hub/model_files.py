@@ -25,6 +25,7 @@ OTHER_INDEX = ("*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # the files of a PEFT adapter
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")  # suffixes
 INDEX = ".safetensors.index.json"
+PIPELINE_INDEX = "model_index.json"  # lists the components of a pipeline of diffusers
 SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+\.safetensors")
 
 
@@ -52,6 +53,25 @@ def model_files(names: Sequence[str]) -> list[str]:
             "refs/convert/safetensors"
         )
     return [*settings_files(names), *weights]
+
+
+def pipeline_files(names: Sequence[str], with_weights: bool) -> list[str]:
+    """Return the files of a pipeline of diffusers: its index, and the settings and weights of its components.
+
+    Weights in the top folder are copies of components in the format of the original release. They are omitted.
+
+    Args:
+        names: All files of the repository.
+        with_weights: Whether weights are needed in addition to settings.
+    """
+    chosen = [PIPELINE_INDEX]
+    folders = {name.partition("/")[0] for name in names if name.count("/") == 1}
+    for folder in sorted(folders):
+        below = inside(names, folder)
+        settings = settings_files(list(below))
+        weights = weight_files(list(below)) if with_weights and settings else []
+        chosen += [below[name] for name in (*settings, *weights)]
+    return chosen
 
 
 def weight_files(names: Sequence[str]) -> list[str]:

@@ -176,10 +176,20 @@ def choose_model_files(names: Sequence[str], folder: str, use: str) -> list[str]
     Raises:
         UserError: If the repository has no model that can be used in this way.
     """
-    from omnizoo.hub.model_files import adapter_files, inside, model_files, settings_files, weight_files
+    from omnizoo.hub.model_files import (
+        PIPELINE_INDEX,
+        adapter_files,
+        inside,
+        model_files,
+        pipeline_files,
+        settings_files,
+        weight_files,
+    )
 
     below = inside(names, folder)
     relative = list(below)
+    if PIPELINE_INDEX in relative and "config.json" not in relative and use != "adapter":
+        return [below[name] for name in pipeline_files(relative, with_weights=use != "settings")]
     if use == "adapter":
         chosen = adapter_files(relative)
     elif use == "component":

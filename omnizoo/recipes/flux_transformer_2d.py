@@ -32,6 +32,7 @@ RECIPE = DiffusionRecipe(
     is_packed=True,
     time_scale=1.0,
     arguments=position_ids,
+    unsupported={"out_channels": "conditioning images in the channels are not supported"},
     split=Split(
         inputs={
             "": {

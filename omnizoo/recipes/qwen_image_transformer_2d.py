@@ -33,6 +33,9 @@ RECIPE = DiffusionRecipe(
     time_scale=1.0,
     arguments=shapes_of_grids,
     trims_text=True,
+    unsupported=dict.fromkeys(
+        ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"), "editing and layers are not supported"
+    ),
     split=Split(
         inputs={"transformer_blocks.0": {"hidden_states": Cut(LATENTS), "encoder_hidden_states": Cut(TEXT)}},
         outputs={"pos_embed": (Cut(LATENTS, 0), Cut(TEXT, 0))},

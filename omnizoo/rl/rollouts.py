@@ -95,7 +95,7 @@ class RolloutReader:
     def to_train(self, rollouts: Sequence[Rollout], required: Collection[str]) -> list[Sample]:
         """Return samples for training, with the tokens that the model generated as targets.
 
-        Each sample has a column for each value name in `required`, and for each value name that any rollout has.
+        Each sample has a column for every name in `required`, and for every per-token value that any rollout has.
 
         Raises:
             UserError: If a rollout lacks one of these values.

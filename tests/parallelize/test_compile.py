@@ -91,13 +91,8 @@ def test_compiled_losses_and_gradients_match_eager(tmp_path: Path, model: str, p
     assert not [kind.failure for kind in kinds if kind.failure]
 
 
-@pytest.mark.parametrize(
-    ("model", "tile"),
-    [
-        ("dense", None),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("experts", None), ("adapter", None), ("dense", 7))),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "tile"), [("dense", None), ("experts", None), ("adapter", None), ("dense", 7)])
 def test_layers_and_pack_lengths_share_graphs(tmp_path: Path, model: str, tile: int | None) -> None:
     fewest = 2 if model == "adapter" else 1  # what goes into its first layer has no gradient
     with process_group((0, 1, 0)) as process:
@@ -190,6 +185,32 @@ def test_graph_break_functions_run_eagerly() -> None:
         assert torch.equal(kind(module, x), Twice()(x))
     assert kind.failure is None
     assert kind.graphs == 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).relu()
+
+
+def count_graphs(num_layers: int, lengths: tuple[int, ...]) -> int:
+    """Return the number of graphs of equal layers, all of which run for each length."""
+    kinds = Kinds("aot_eager")
+    layers = [Layer() for _ in range(num_layers)]
+    for length in lengths:
+        for layer in layers:
+            x = torch.randn(length, 4)
+            torch.testing.assert_close(kinds.kind_of(layer, Layer.forward)(layer, x), layer(x))
+    (kind,) = kinds
+    assert kind.failure is None
+    return kind.graphs
+
+
+def test_equal_layers_and_lengths_share_graphs() -> None:
+    assert 0 < count_graphs(3, (5, 9, 3, 8)) == count_graphs(1, (5,))
 
 
 def test_missing_cpp_compiler_warns_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -989,7 +989,7 @@ def files() -> Iterator[Case]:
 # Command lines
 
 LINES: list[Case] = [
-    line(says=("COMMAND",)),
+    line(says=("command",)),
     line("tarin", says=("train",)),
     line("", says=("COMMAND",)),
     line("train", says=("CONFIG",)),

@@ -110,7 +110,25 @@ def sana() -> Any:
     )
 
 
-TRANSFORMERS = {"flux2": flux2, "z_image": z_image, "sana": sana}
+def sd3_dual() -> Any:
+    """Return a transformer like that of Stable Diffusion 3.5: some blocks also attend among the latents alone."""
+    return diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=TEXT_WIDTH,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+
+
+TRANSFORMERS = {"sd3_dual": sd3_dual, "flux2": flux2, "z_image": z_image, "sana": sana}
 
 
 def reference_loss(transformers: Mapping[str, nn.Module], case: DenoiserCase, batch: Batch) -> torch.Tensor:
@@ -324,6 +342,7 @@ CASES = {
     ),
     "ltx": DenoiserCase("ltx", (8, *CLIP), call_ltx, {"text": (7, TEXT_WIDTH)}),
     "cogvideox": DenoiserCase("cogvideox", (4, *CLIP), call_cogvideox, {"text": (7, TEXT_WIDTH)}),
+    "sd3_dual": DenoiserCase("sd3_dual", (4, *PICTURE), call_sd3, {"text": (7, TEXT_WIDTH), "pooled": (TEXT_WIDTH,)}),
     "flux2": DenoiserCase("flux2", (8, *PICTURE), call_flux2, {"text": (7, TEXT_WIDTH)}, guidance=4.0),
     "z_image": DenoiserCase("z_image", (4, *PICTURE), call_z_image, {"text": (7, TEXT_WIDTH)}),
     "sana": DenoiserCase("sana", (4, *PICTURE), call_sana, {"text": (7, TEXT_WIDTH)}, layouts=("dp4",)),

@@ -210,7 +210,7 @@ def _find_media(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]
 def folder_with(name: str, data: Path) -> str | None:
     """Return the folder near the data that contains the file `name`; None if there is none.
 
-    The folder of the data and its subfolders are searched first, then its parent folder and the subfolders of that.
+    The search covers the folder of the data with its subfolders, then the parent folder with all of its subfolders.
     Folders with fewer levels come first.
     """
     if not data.exists():

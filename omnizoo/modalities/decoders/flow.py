@@ -25,6 +25,7 @@ from omnizoo.modalities.frozen_tokenizer import Diffusers, diffusers_package, fo
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.sampling import Sampling
+from omnizoo.ops.noise_schedule import interpolate, velocity
 
 SOLVERS = ("euler", "heun")
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -183,9 +184,9 @@ class FlowHead(CustomFlops, Decoder):
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         data, noise, time = targets.split([self.dim, self.dim, 1], -1)
-        predicted: torch.Tensor = self.velocity(data + time * (noise - data), time, hidden)
+        predicted: torch.Tensor = self.velocity(interpolate(data, noise, time), time, hidden)
         precise = torch.promote_types(predicted.dtype, torch.float32)
-        error: torch.Tensor = predicted.to(precise) - (noise - data).to(precise)
+        error: torch.Tensor = predicted.to(precise) - velocity(data, noise).to(precise)
         return error.square().mean(-1)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:

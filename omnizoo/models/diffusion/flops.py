@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from omnizoo.modalities.flop_count import is_trained
+from omnizoo.modalities.item import MediaSize
 from omnizoo.models.diffusion.denoiser import build_transformer, condition_shapes, config_of_denoiser, latent_tokens
 from omnizoo.models.diffusion.predict import predict
 from omnizoo.models.diffusion.recipe import Config, diffusion_recipe_of
@@ -38,24 +39,47 @@ class DenoiserFlops:
         return float(np.dot(self.linear, terms)), float(np.dot(self.attention, terms))
 
 
+class SampleFlops:
+    """Counts the FLOPs of forward and backward for one sample, without recomputation.
+
+    Args:
+        model: The transformer or pair of experts; it may be sharded. A sample visits one expert.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config = config_of_denoiser(model)
+        self._recipe = diffusion_recipe_of(config["_class_name"])
+        self._flops = denoiser_flops(config)
+        is_base_trained = any(
+            p.requires_grad and p.ndim > 1 and "lora_" not in name for name, p in model.named_parameters()
+        )
+        self._factors = (1, 1)  # forward and backward / forward, for products with weights and for attention
+        if is_trained(model):
+            self._factors = (3 if is_base_trained else 2, 3)
+
+    def of(self, size: MediaSize, length: int) -> tuple[float, float]:
+        """Return the FLOPs of products with weights, and of attention.
+
+        Args:
+            size: The size of the item. Its placeholders are the tokens of the latents.
+            length: Number of tokens of latents and text.
+        """
+        tokens = self._recipe.padded(size.num_placeholders)
+        text_tokens = self._recipe.padded(length - size.num_placeholders)
+        linear, attention = self._flops.forward(tokens, text_tokens)
+        return linear * self._factors[0], attention * self._factors[1]
+
+
 def sample_flops(model: nn.Module, latent_shape: Sequence[int], text_tokens: int) -> float:
     """Return the FLOPs of forward and backward for one sample, without recomputation.
 
     Args:
-        model: The transformer or pair of experts; it may be sharded. A sample visits one expert.
+        model: The transformer or pair of experts; it may be sharded.
         latent_shape: Shape of the latents, `[C, F, H, W]` or `[C, H, W]`.
         text_tokens: Number of text tokens.
     """
-    config = config_of_denoiser(model)
-    recipe = diffusion_recipe_of(config["_class_name"])
-    tokens = recipe.padded(latent_tokens(config, latent_shape))
-    linear, attention = denoiser_flops(config).forward(tokens, recipe.padded(text_tokens))
-    is_base_trained = any(
-        p.requires_grad and p.ndim > 1 and "lora_" not in name for name, p in model.named_parameters()
-    )
-    if not is_trained(model):
-        return linear + attention
-    return linear * (3 if is_base_trained else 2) + 3 * attention
+    tokens = latent_tokens(config_of_denoiser(model), latent_shape)
+    return sum(SampleFlops(model).of(MediaSize(num_placeholders=tokens, cost=0.0), tokens + text_tokens))
 
 
 def denoiser_flops(config: Config) -> DenoiserFlops:
@@ -72,12 +96,16 @@ def _fit(config_json: str) -> DenoiserFlops:
     depth, rows, columns = recipe.patch(config)
     terms: list[npt.NDArray[np.float64]] = []
     counts = []
-    for height, width, text_tokens in SIZES:
+    required = recipe.fixed_text_tokens(config)
+    sizes = SIZES if required is None else [(height, width, required) for height, width, _ in SIZES[:3]]
+    for height, width, text_tokens in sizes:
         shape = (recipe.channels(config), depth, height * rows, width * columns)
         terms.append(_terms(recipe.padded(latent_tokens(config, shape)), recipe.padded(text_tokens)))
         counts.append(_count(model, config, shape, text_tokens))
-    solved = np.linalg.solve(np.stack(terms), np.array(counts, np.float64)).round()
-    return DenoiserFlops(linear=tuple(solved[:, 0]), attention=tuple(solved[:, 1]))
+    unknown = slice(None) if required is None else [0, 1, 3]  # terms that do not depend on the text
+    coefficients = np.zeros((len(terms[0]), 2))
+    coefficients[unknown] = np.linalg.solve(np.stack(terms)[:, unknown], np.array(counts, np.float64)).round()
+    return DenoiserFlops(linear=tuple(coefficients[:, 0]), attention=tuple(coefficients[:, 1]))
 
 
 def _terms(tokens: int, text_tokens: int) -> npt.NDArray[np.float64]:

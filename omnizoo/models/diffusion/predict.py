@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnizoo.config.errors import UserError
 from omnizoo.models.diffusion.expert_pair import EXPERTS, ExpertPair
 from omnizoo.models.diffusion.latents import pack, unpack
 from omnizoo.models.diffusion.recipe import CHANNELS, COMPRESSION, TEXT, DiffusionRecipe, ForwardShapes
@@ -111,6 +112,13 @@ def forward_inputs(
     config = model.config
     latents = _with_frames(noisy)
     grid = recipe.grid(config, latents.shape[1:])
+    text_tokens = condition[TEXT].shape[1]
+    required = recipe.fixed_text_tokens(config)
+    if required not in (None, text_tokens):
+        raise UserError(
+            f"data.text_tokens: {text_tokens} is not possible, because the code of this model requires {required} text "
+            "tokens. Remove the key."
+        )
     scale = recipe.time_scale * (config[recipe.time_factor] if recipe.time_factor else 1.0)
     time = scale * (1 - noise_share if recipe.is_time_reversed else noise_share)
     inputs: dict[str, Any] = {recipe.time_argument: time.round() if recipe.is_time_discrete else time}
@@ -139,7 +147,7 @@ def forward_inputs(
         shapes = ForwardShapes(
             config=config,
             grid=grid,
-            text_tokens=condition[TEXT].shape[1],
+            text_tokens=text_tokens,
             batch=noisy.shape[0],
             dtype=noisy.dtype,
             device=noisy.device,

@@ -111,6 +111,8 @@ class DiffusionRecipe:
     unsupported: Mapping[str, str] = field(default_factory=dict)  # config field that must not be set -> reason
     trims_text: bool = False  # whether masked text tokens may be dropped; otherwise the published length is kept
     token_multiple: int = 1  # the model pads latents and text to a multiple of this number of tokens
+    # Returns the number of text tokens that the code of the model requires; None for any number.
+    fixed_text_tokens: Callable[[Config], int | None] = lambda config: None
     attends_text: bool = True  # whether attention over the latents includes the text tokens
     heads: str = "num_attention_heads"  # config field with the number of attention heads
     split: Split | None = None  # None: sequence parallelism is not supported

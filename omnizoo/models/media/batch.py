@@ -140,7 +140,7 @@ class PromptTransport:
         return {port: MediaFeatures.unpredicted(rows, self.index[port]) for port, rows in features.items()}
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("followers are trained only with batches of a loader")
+        raise NotImplementedError("followers are trained only with batches from the data loader")
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         raise NotImplementedError("likelihoods are computed only in training")

@@ -25,6 +25,11 @@ def cross_entropy_sum(
         row_losses: `[rows]`, overwritten with the summands, without gradient.
     """
     logits = at_least_fp32(logits)
+    if row_losses is not None and weights is None and not label_smoothing and not z_loss:
+        # The same operators as in `F.cross_entropy`, so that the sum does not change if rows are requested.
+        log_probabilities = logits.log_softmax(1)
+        row_losses.copy_(F.nll_loss(log_probabilities.detach(), targets, reduction="none"))
+        return F.nll_loss(log_probabilities, targets, reduction="sum")
     is_summed = weights is None and row_losses is None
     reduction = "sum" if is_summed else "none"
     loss = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)

@@ -42,7 +42,7 @@ class TalkerContext:
 
     @property
     def rows(self) -> int:
-        """Number of tokens in the spans."""
+        """Number of tokens in all spans."""
         return sum(count for _, count in self.spans)
 
 

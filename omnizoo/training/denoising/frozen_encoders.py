@@ -12,11 +12,16 @@ import torch
 from torch import nn
 
 from omnizoo.modalities.item import Inputs
+from omnizoo.models.diffusion.conditioning.first_frame import (
+    FirstFrameFeatures,
+    FirstFrameLatents,
+    continues_frame,
+    feature_components,
+)
 from omnizoo.models.diffusion.conditioning.latents import LatentEncoder, Normalization, read_normalization
 from omnizoo.models.diffusion.conditioning.text import TextConditioner
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
 from omnizoo.ops.device import is_host
-from omnizoo.training.denoising.noisy_batch import NORMALIZED
 
 HOST = torch.device("cpu")
 
@@ -57,32 +62,59 @@ class FrozenEncoders:
         """Return how latents are normalized. The autoencoder does not stay in memory for it."""
         return self._published_normalization
 
+    @cached_property
+    def first_frame_features(self) -> FirstFrameFeatures | None:
+        """The vision tower that encodes the first frame as a condition; None if the pipeline has none."""
+        has_tower = continues_frame(self.folder) and feature_components(self.folder)
+        return FirstFrameFeatures(self.folder, HOST) if has_tower else None
+
     def encode(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return `mean`, `std` and the conditions of each item. Items that are encoded already are not changed."""
         encoded = [dict(item) for item in items]
-        unread = [item for item in encoded if "text" not in item]
-        if unread:
-            modules = [part for part in self.text.pipeline.components.values() if isinstance(part, nn.Module)]
-            with self._on_device(modules, self.text):
-                for item in unread:
-                    prompt = bytes(item["prompt"].tolist()).decode()
-                    condition = self.text.encode(prompt)
-                    item |= trimmed(condition) if self.trims_text else condition
-        unseen = [item for item in encoded if item.keys().isdisjoint(("mean", NORMALIZED))]
-        if unseen:
-            with self._on_device([self.autoencoder.vae], self.autoencoder):
-                for item in unseen:
-                    pixels = item.pop("pixels").to(self.device)
-                    posterior = self.autoencoder.encode(pixels.float() / 127.5 - 1)
-                    item["mean"] = posterior.mean
-                    if posterior.std is not None:
-                        item["std"] = posterior.std
+        self._encode_prompts([item for item in encoded if "text" not in item])
+        self._encode_pixels([item for item in encoded if "pixels" in item])
         for item in encoded:
             item.pop("prompt", None)
+            item.pop("pixels", None)
         return encoded
 
+    def _encode_prompts(self, items: Sequence[Inputs]) -> None:
+        """Add the conditions of the prompt to each item."""
+        if not items:
+            return
+        modules = [part for part in self.text.pipeline.components.values() if isinstance(part, nn.Module)]
+        with self._on_device(modules, self.text):
+            for item in items:
+                prompt = bytes(item["prompt"].tolist()).decode()
+                condition = self.text.encode(prompt)
+                item |= trimmed(condition) if self.trims_text else condition
+
+    def _encode_pixels(self, items: Sequence[Inputs]) -> None:
+        """Add the latents to each item, and the conditions of its first frame if the pipeline continues a frame."""
+        if not items:
+            return
+        pixels = [item["pixels"].to(self.device).float() / 127.5 - 1 for item in items]
+        with self._on_device([self.autoencoder.vae], self.autoencoder):
+            first_frame = FirstFrameLatents(self.folder, self.autoencoder) if continues_frame(self.folder) else None
+            for item, values in zip(items, pixels, strict=True):
+                posterior = self.autoencoder.encode(values)
+                item["mean"] = posterior.mean
+                if posterior.std is not None:
+                    item["std"] = posterior.std
+                if first_frame is not None:
+                    item |= first_frame.encode(values)
+        features = self.first_frame_features
+        if features is None:
+            return
+        modules = [part for part in features.pipeline.components.values() if isinstance(part, nn.Module)]
+        with self._on_device(modules, features):
+            for item, values in zip(items, pixels, strict=True):
+                item |= features.encode(values)
+
     @contextmanager
-    def _on_device(self, modules: Sequence[nn.Module], user: TextConditioner | LatentEncoder) -> Iterator[None]:
+    def _on_device(
+        self, modules: Sequence[nn.Module], user: TextConditioner | LatentEncoder | FirstFrameFeatures
+    ) -> Iterator[None]:
         """Context manager: move modules to the device of the rank, and back to host memory."""
         if is_host(self.device):
             yield

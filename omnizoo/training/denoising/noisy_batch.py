@@ -32,6 +32,34 @@ class NoiseOptions:
     weighting: str
     snr_gamma: float
     seed: int
+    noise_range: tuple[float, float] = (0.0, 1.0)  # lowest and highest noise share
+
+    def share(self, uniform: float, tokens: int) -> float:
+        """Return the noise share of a sample: the quantile `uniform` of the density within the range.
+
+        Args:
+            uniform: A random number from 0 to 1.
+            tokens: Number of tokens of the latents.
+        """
+        if self.noise_range == (0.0, 1.0):
+            return self.schedule.share(self.density.share(uniform), tokens)
+        low, high = (self._quantile_of(bound, tokens) for bound in self.noise_range)
+        return self.schedule.share(self.density.share(low + uniform * (high - low)), tokens)
+
+    def _quantile_of(self, bound: float, tokens: int) -> float:
+        """Return the quantile at which the noise share reaches a bound, by bisection."""
+
+        def share(quantile: float) -> float:
+            return self.schedule.share(self.density.share(quantile), tokens)
+
+        low, high = (0.0, 1.0) if share(0.0) <= share(1.0) else (1.0, 0.0)  # the density `mode` is decreasing
+        for _ in range(60):
+            middle = (low + high) / 2
+            if share(middle) < bound:
+                low = middle
+            else:
+                high = middle
+        return high
 
 
 @dataclass(frozen=True)
@@ -101,7 +129,7 @@ def add_noise(
     shares = []
     for sample, sample_id in zip(samples, sample_ids or [""], strict=True):
         random = SampleNoise(options.seed, sample_id)
-        shares.append(options.schedule.share(options.density.share(random.uniform), tokens))
+        shares.append(options.share(random.uniform, tokens))
         latents = sample.get(NORMALIZED)
         if latents is None:
             posterior = Posterior(sample["mean"], sample.get("std"))

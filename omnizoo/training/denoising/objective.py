@@ -15,6 +15,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.modalities.item import Inputs
 from omnizoo.modalities.scheduler_config import read_noise_schedule
+from omnizoo.models.diffusion.denoiser import noise_range
 from omnizoo.models.diffusion.predict import predict
 from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.diffusion.samples import SampleSizes, pipeline_of
@@ -51,7 +52,7 @@ class DenoiseObjective(Objective):
         schedule = read_noise_schedule(
             scheduler.class_name, scheduler.config, folder.key, denoise.prediction, denoise.shift
         )
-        self.noise = denoise.noise_options(schedule, config.train.seed)
+        self.noise = denoise.noise_options(schedule, config.train.seed, noise_range(model))
         if len(config.data.sources) > 1:
             self.source_names = short_names(config.data.sources, [loss.name for loss in losses])
         for loss in losses:

@@ -47,12 +47,15 @@ class Denoise(Loss):
         self.prediction = prediction
         self.guidance = guidance
 
-    def noise_options(self, schedule: NoiseSchedule, seed: int) -> NoiseOptions:
+    def noise_options(
+        self, schedule: NoiseSchedule, seed: int, noise_range: tuple[float, float] = (0.0, 1.0)
+    ) -> NoiseOptions:
         """Return how noise is sampled.
 
         Args:
             schedule: The noise of the model.
             seed: Seed of the run.
+            noise_range: Lowest and highest noise share that the model is trained on.
 
         Raises:
             UserError: If the weighting does not apply to what the model predicts.
@@ -71,6 +74,7 @@ class Denoise(Loss):
             weighting=self.weighting,
             snr_gamma=self.snr_gamma,
             seed=seed,
+            noise_range=noise_range,
         )
 
     def count(self, totals: StepTotals) -> float:

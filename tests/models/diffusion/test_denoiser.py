@@ -1,6 +1,7 @@
 """Denoisers: folders and configs that are refused, attention that a recipe does not name, and bf16."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,13 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.build import build_model
 from omnizoo.models.diffusion.denoiser import condition_shapes, noise_range, small_denoiser, split_denoiser
 from omnizoo.models.diffusion.predict import predict
-from omnizoo.models.diffusion.recipe import Split, denoiser_recipe
+from omnizoo.models.diffusion.recipe import (
+    Split,
+    denoiser_recipe,
+    diffusion_recipe_of,
+    recipe_files,
+    snake_case,
+)
 from omnizoo.models.diffusion.split import split_tokens
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
@@ -105,3 +112,12 @@ def test_bf16_output_equals_that_of_diffusers_with_its_fp32_modules(pair: Path) 
         assert recipe is not None
         output = predict(model, recipe, batch.noisy, batch.share, batch.condition)
         assert torch.equal(output, CASE.call(plain, batch))
+
+
+def test_reference_page_lists_all_families_and_their_limits() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "diffusion.md").read_text()
+    classes = re.findall(r"^\| `(\w+Model)` \| .* \| `", page, re.MULTILINE)
+    assert sorted(snake_case(name) for name in classes) == recipe_files()
+    for name in classes:
+        for field in diffusion_recipe_of(name).unsupported:
+            assert re.search(rf"^\| `{name}` \| .*`{field}`", page, re.MULTILINE), (name, field)

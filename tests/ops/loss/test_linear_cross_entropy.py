@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.ops.loss.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
 
 ROWS, WIDTH, VOCABULARY = 37, 24, 101
@@ -125,3 +126,14 @@ def test_memory_is_limited_to_one_chunk_of_logits() -> None:
             hidden, LinearHead(weight), targets, label_smoothing=0.1, chunk=2 * VOCABULARY
         ).backward()
     assert watching.most <= max(2 * VOCABULARY, weight.numel())
+
+
+def test_row_losses_requested_sum_and_gradient_stay_bit_identical() -> None:
+    logits = torch.randn(997, 61, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = torch.arange(997) % 61
+    row_losses = torch.empty(997)
+    losses = [cross_entropy_sum(logits, targets), cross_entropy_sum(logits, targets, row_losses=row_losses)]
+    gradients = [torch.autograd.grad(loss, logits)[0] for loss in losses]
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.allclose(row_losses.sum(), losses[0], rtol=1e-6)
