@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from omnizoo.checkpoint.export import Exported, SavedAdapter, adapter_of, read_weights
-from omnizoo.checkpoint.export_pipeline import write_pipeline
 from omnizoo.checkpoint.model_card import write_card
 from omnizoo.checkpoint.resume import best_checkpoint, resolve_checkpoint
 from omnizoo.config.errors import UserError
@@ -24,6 +23,7 @@ from omnizoo.models.diffusion.denoiser import CLASS, read_denoiser
 from omnizoo.models.diffusion.lora_file import write_lora_file
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
 from omnizoo.models.diffusion.samples import pipeline_of
+from omnizoo.models.diffusion.write_pipeline import write_pipeline
 from omnizoo.models.untrusted_folders import open_weights, read_json
 
 Weights = dict[str, torch.Tensor]

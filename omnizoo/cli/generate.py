@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from omnizoo.reporting.results import GeneratedResponse
 
 MAX_PROMPT_LENGTH = 72  # characters of each prompt that are printed before its response, if there are several prompts
+PIPELINE_SETTINGS = {"messages", "out", "seed", "pipeline", "base"}  # settings that a pipeline of diffusers uses
 UNFINISHED = "\ufffd"  # replacement character; tokenizers return it for an incomplete last character
 # Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
@@ -305,8 +306,8 @@ def run_pipeline(
     from omnizoo.ops.device import pick_device
 
     defaults = GenerateSettings()
-    for name in ("max_tokens", "temperature", "top_k", "top_p", "speaker", "no_speech", "recipe"):
-        if getattr(settings, name) != getattr(defaults, name):
+    for name in GenerateSettings.__dataclass_fields__:
+        if name not in PIPELINE_SETTINGS and getattr(settings, name) != getattr(defaults, name):
             option = name.replace("_", "-")
             raise UserError(f"--{option}: a pipeline of diffusers does not use it. Use --pipeline NAME=VALUE.")
     out = settings.out.with_suffix("") if file is not None else settings.out

@@ -4,12 +4,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint.export_pipeline import published_dtypes
 from omnizoo.checkpoint.weight_stream import stream_model_weights
 from omnizoo.config.schema import Config
 from omnizoo.models.build import MASTER_DTYPE
 from omnizoo.models.diffusion.denoiser import build_denoiser, read_denoiser
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
+from omnizoo.models.diffusion.write_pipeline import published_dtypes
 from omnizoo.models.hf_private import auto_class
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import store_recipe

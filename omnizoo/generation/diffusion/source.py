@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from omnizoo.checkpoint.export_denoiser import DenoiserRun, denoiser_run, trained_weights
-from omnizoo.checkpoint.export_pipeline import write_denoiser
 from omnizoo.checkpoint.resume import checkpoints_in, is_checkpoint
 from omnizoo.config.errors import UserError
 from omnizoo.generation.diffusion.pipeline import load_pipeline
@@ -18,6 +17,7 @@ from omnizoo.hub.resolve import fetch_model
 from omnizoo.models.diffusion.conditioning.components import load_component
 from omnizoo.models.diffusion.lora_file import WEIGHTS as LORA
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder, is_pipeline_folder
+from omnizoo.models.diffusion.write_pipeline import write_denoiser
 
 
 @dataclass(frozen=True)
