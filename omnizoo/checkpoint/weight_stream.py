@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
+from omnizoo.models.adapters.expert_matrices import stored_in
 from omnizoo.models.adapters.lora import AdapterInfo, attached, merge
-from omnizoo.models.adapters.peft_files import published_factor
+from omnizoo.models.adapters.peft_files import peft_tensors
 from omnizoo.models.hf_private import PublishedKeys
 from omnizoo.models.user_module import tensors_of
 from omnizoo.parallel.fsdp.sharded_tensors import full_tensor
@@ -97,9 +98,16 @@ def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -
     adapter = attached(model)
     if adapter is None:
         raise UserError("adapter_only: the model has no adapter (model.adapter). Remove the argument.")
-    for name, full in stream_trained(model, adapter, is_kept):
-        key, factor = published_factor(name, full, adapter)
-        yield key, factor.to(dtype or factor.dtype).contiguous()
+    state = dict(stream_trained(model, adapter, is_kept))
+    if is_kept:
+        for key, factor in peft_tensors(adapter, state)[1].items():
+            yield key, factor.to(dtype or factor.dtype)
+
+
+def _stored_in(target: str, model: nn.Module) -> str:
+    """Return the full name of the parameter that contains a target of fused experts."""
+    owner, _, attribute = target.rpartition(".")
+    return f"{owner}.{stored_in(attribute, model.get_submodule(owner))}"
 
 
 def _merged(
@@ -107,16 +115,16 @@ def _merged(
 ) -> torch.Tensor:
     """Return `weight`, the full tensor `name`, with the adapter merged if the adapter covers it."""
     module = name.removesuffix(".weight")
-    is_expert = name in adapter.experts
-    if not is_expert and (module == name or module not in adapter.modules):
+    experts = [target for target in adapter.experts if _stored_in(target, model) == name]
+    if not experts and (module == name or module not in adapter.modules):
         return weight
-    if is_expert:
-        adapter_of_weight = replace(adapter, modules=(), experts=(name,))
-        prefix = f"{name}_lora_"
+    if experts:
+        adapter_of_weight = replace(adapter, modules=(), experts=tuple(experts))
+        prefixes = tuple(f"{target}_lora_" for target in experts)
     else:
         adapter_of_weight = replace(adapter, modules=(module,), experts=())
-        prefix = f"{module}.lora_"
-    matrices = {key: full_tensor(tensors[key]) for key in sorted(adapter.started) if key.startswith(prefix)}
+        prefixes = (f"{module}.lora_",)
+    matrices = {key: full_tensor(tensors[key]) for key in sorted(adapter.started) if key.startswith(prefixes)}
     weights = {name: weight}
     merge(model, weights, adapter_of_weight, matrices)
     return weights[name]

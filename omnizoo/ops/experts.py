@@ -30,6 +30,33 @@ class ExpertAdapter:
     second: torch.Tensor  # [E, rank, B]
     scaling: float
 
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the output of the adapter for `rows [N, A]`, sorted by expert."""
+        narrow = grouped_matmul(rows.to(self.first.dtype), counts, self.first)
+        return grouped_matmul(narrow, counts, self.second) * self.scaling
+
+
+# Returns the values that an adapter adds, `[N, B]`, for `rows [N, A]` and the number of rows of each expert `[E]`.
+AddedRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GateUpAdapter:
+    """Adapters of the gate and of the up projection, whose weights are fused. At least one of them exists."""
+
+    gate: AddedRows | None
+    up: AddedRows | None
+    is_concatenated: bool  # whether the outputs of gate and up projection are concatenated; otherwise interleaved
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the output of both adapters for `rows [N, A]`, sorted by expert."""
+        gate = None if self.gate is None else self.gate(rows, counts)
+        up = None if self.up is None else self.up(rows, counts)
+        added = gate if gate is not None else up
+        assert added is not None
+        parts = [torch.zeros_like(added) if part is None else part for part in (gate, up)]
+        return torch.cat(parts, -1) if self.is_concatenated else torch.stack(parts, -1).flatten(-2)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -40,8 +67,8 @@ class Experts:
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
     activate: Callable[[torch.Tensor], torch.Tensor]  # [N, U] -> [N, I]
-    up_adapter: ExpertAdapter | None = None
-    down_adapter: ExpertAdapter | None = None
+    up_adapter: AddedRows | None = None
+    down_adapter: AddedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +154,7 @@ def _linear(
     counts: torch.Tensor,
     weights: torch.Tensor | Packed,
     bias: torch.Tensor | None,
-    adapter: ExpertAdapter | None,
+    adapter: AddedRows | None,
 ) -> torch.Tensor:
     """Apply one projection of the experts, with its adapter and bias, to `rows` sorted by expert."""
     if isinstance(weights, Packed):
@@ -135,8 +162,7 @@ def _linear(
     else:
         out = grouped_matmul(rows, counts, weights)
     if adapter is not None:
-        narrow = grouped_matmul(rows.to(adapter.first.dtype), counts, adapter.first)
-        out = out + (grouped_matmul(narrow, counts, adapter.second) * adapter.scaling).to(out.dtype)
+        out = out + adapter(rows, counts).to(out.dtype)
     if bias is not None:
         out = out + _bias_of_rows(bias, counts, len(rows))
     return out

@@ -1,17 +1,19 @@
 """Scale down a user's config until it can be verified on a CPU: a small model and small steps on the user's data."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.config.sections.train import BatchWarmup
+from omnizoo.models.adapters.expert_matrices import expert_targets
 from omnizoo.models.adapters.lora import attached, matches
 from omnizoo.models.build import build_model
 from omnizoo.models.diffusion.denoiser import is_denoiser, small_denoiser
 from omnizoo.models.diffusion.samples import pipeline_of
+from omnizoo.models.hf_private import is_experts
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import recipe_from_config, recipe_of
 from omnizoo.models.small_config import shrink_model
@@ -97,19 +99,28 @@ def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:
     small_model = build_model(small.model_copy(update={"adapter": None}), "fp32")
     for module_name, module in small_model.named_modules():
         small_names.append(module_name)
-        for parameter_name, _ in module.named_parameters(recurse=False):
-            small_names.append(f"{module_name}.{parameter_name}")
+        names = expert_targets(module) if is_experts(module) else []
+        small_names += [f"{module_name}.{target}" for target in names]
 
     def in_small_copy(names: Iterable[str]) -> list[str]:
         """Return patterns for `names`, with any layer number, that match a name of the small copy."""
         patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
         return [pattern for pattern in patterns if any(matches(name, pattern) for name in small_names)]
 
+    targets = in_small_copy((*adapter.modules, *adapter.experts))
+    small_targets = [name for name in small_names if any(matches(name, pattern) for pattern in targets)]
+
+    def in_small(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values whose pattern matches a target of the small copy."""
+        return {key: value for key, value in values.items() if any(matches(name, key) for name in small_targets)}
+
     changes = {
-        "targets": in_small_copy((*adapter.modules, *adapter.experts)),
+        "targets": targets,
         "modules_to_save": in_small_copy(adapter.saved),
         "exclude": [],
         "rank": min(adapter.settings.rank, RANK),
+        "rank_pattern": {key: min(rank, RANK) for key, rank in in_small(adapter.settings.rank_pattern).items()},
+        "alpha_pattern": in_small(adapter.settings.alpha_pattern),
         "dropout": 0.0,
         "init": "random",
         "path": None,

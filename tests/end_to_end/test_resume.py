@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from processes import Running, run_on_ranks, start_omnizoo, train_in_this_world
-from tiny import read_steps, write_config
+from safetensors.torch import load_file
+from tiny import SHAPE, read_steps, write_config
 
 from omnizoo.parallel.process import Process
 
@@ -40,14 +42,14 @@ def start(config: Path, run: Path, workers: int) -> Running:
     return start_omnizoo(["train", config, "--nproc", 2, "--log.dir", run, "--data.workers", workers])
 
 
-def train(process: Process, config: Path, run: Path) -> None:
+def train_on_rank(process: Process, config: Path, run: Path) -> None:
     assert train_in_this_world([config, "--log.dir", run]) == 0
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float | None]]:
     run = tmp_path_factory.mktemp("uninterrupted")
-    result = run_on_ranks(train, 2, config, run)
+    result = run_on_ranks(train_on_rank, 2, config, run)
     assert result.code == 0, result.stdout + result.stderr
     return values(run)
 
@@ -112,3 +114,44 @@ def test_killed_and_stopped_run_is_bit_identical(
     assert f"done, {STEPS} steps" in result.stdout
     assert values(tmp_path) == uninterrupted
     assert not list((tmp_path / "checkpoints").glob(".*"))  # the partial folder of the killed run was deleted
+
+
+@pytest.mark.long
+def test_run_killed_ten_times_is_bit_identical(tmp_path: Path) -> None:
+    """Shared adapters of experts, steps of samples that grow, losses by source and exports, on two ranks."""
+    experts = {"model_type": "qwen3_moe", **SHAPE, "num_experts": 4, "num_experts_per_tok": 2}
+    adapter = {"rank": 4, "targets": ["q_proj", "gate_proj", "up_proj", "down_proj"], "experts": "shared"}
+    train = {"steps": 40, "packs_per_step": None, "samples_per_step": 24, "batch_warmup": {"steps": 30, "start": 0.2}}
+    config = write_config(
+        tmp_path,
+        model={"config": experts | {"moe_intermediate_size": 16}, "adapter": adapter},
+        data={"look_ahead": None},
+        train=train,
+        parallel={"ep": 2},
+        checkpoint={"every": 2, "export": {"every": 8, "dtype": "bf16"}},
+    )
+    killed, uninterrupted = tmp_path / "killed", tmp_path / "uninterrupted"
+    result = run_on_ranks(train_on_rank, 2, config, uninterrupted)
+    assert result.code == 0, result.stdout + result.stderr
+
+    rng = random.Random(1)
+    for number in range(10):
+        moment = max(last_step(killed), 3 * number) + rng.randrange(1, 4)
+        running = start(config, killed, workers=number % 3)
+        assert running.wait_until(lambda moment=moment: last_step(killed) >= moment, TIMEOUT)
+        if number % 2:
+            running.kill()
+        else:
+            kill_one_rank(running, rng)
+    result = start(config, killed, workers=0).wait(TIMEOUT)
+    assert result.code == 0, result.stdout + result.stderr
+
+    steps, expected = read_steps(killed), read_steps(uninterrupted)
+    assert [row["step"] for row in steps] == list(range(1, 41))
+    for row, expected_row in zip(steps, expected, strict=True):
+        assert [row.get(key) for key in VALUES] == [expected_row.get(key) for key in VALUES]
+    for folder in (uninterrupted / "exports").iterdir():
+        weights = load_file(folder / "adapter_model.safetensors")
+        exported = load_file(killed / "exports" / folder.name / "adapter_model.safetensors")
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())

@@ -20,7 +20,7 @@ EXPERTS = {"model_type": "qwen3_moe", **SHAPE, "num_experts": 4, "num_experts_pe
 MOE = {"config": EXPERTS}
 LR, DECAY, STEPS = 1e-2, 0.3, 3
 RUN_STEPS, SAVED = 4, 2  # of whole runs
-KINDS = {"adamw": {}, "muon": {}, "adafactor": {}, "lion:Lion": {"betas": [0.9, 0.98]}}
+KINDS = {"adamw": {}, "muon": {"split_heads": True}, "adafactor": {}, "lion:Lion": {"betas": [0.9, 0.98]}}
 
 
 def config_of(folder: Path, kind: str = "adamw", **sections: dict[str, Any]) -> Path:

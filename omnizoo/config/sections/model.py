@@ -1,5 +1,6 @@
 """Keys of `model`: where the weights come from, encoders and decoders, frozen weights, adapter."""
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -91,13 +92,19 @@ class ModalitySettings(ConfigSection):
     """Special tokens of the modality. Set them if the tokenizer already has suitable tokens."""
 
 
+REGEX = "re:"  # beginning of an entry that is a regular expression
+
+
 class AdapterSettings(ConfigSection):
     """Settings of a LoRA adapter."""
 
     # `path` replaces the other keys, because the adapter folder determines their values. The other keys do not replace
     # `path`: otherwise an override such as `--model.adapter.rank 8` would silently start a new adapter.
     exclusive: ClassVar[dict[str, tuple[str, ...]]] = {
-        "path": ("kind", "rank", "alpha", "targets", "exclude", "modules_to_save", "init")
+        "path": (
+            *("kind", "rank", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "experts", "bias"),
+            *("modules_to_save", "init"),
+        )
     }
 
     kind: Literal["lora", "dora", "rslora"] = "lora"
@@ -110,13 +117,28 @@ class AdapterSettings(ConfigSection):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Numerator of the adapter's scale: the output of the adapter is multiplied by alpha / rank."""
 
+    rank_pattern: dict[Text, Annotated[int, Field(ge=1, le=2**16)]] = Field({})
+    """Ranks of some targets, instead of `rank`, by entries of the form of those in `targets`. If several entries match
+    a target, the first one applies."""
+
+    alpha_pattern: dict[Text, Annotated[float, Field(gt=0, le=1e6)]] = Field({})
+    """Values of `alpha` for some targets, in the same form as `rank_pattern`."""
+
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability for the adapter's input during training."""
 
     targets: Annotated[list[Text], Field(min_length=1)] = Field(["all-linear"])
     """Modules that get adapter matrices. `all-linear` selects the linear layers in the blocks of the language model.
-    Other entries are ends of module names, such as `q_proj` or `experts.down_proj`, or glob patterns for full names
-    (docs/how-to/adapters.md)."""
+    Other entries are ends of module names, such as `q_proj` or `experts.down_proj`, or match full names: glob patterns,
+    and regular expressions that begin with `re:` (docs/how-to/adapters.md)."""
+
+    experts: Literal["separate", "shared"] = "separate"
+    """Adapter matrices of fused experts: `separate` ones for each expert, or a pair that is `shared` by all experts of
+    a layer."""
+
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained: `none`, those of `all` modules, or `lora_only` those of modules with adapter
+    matrices."""
 
     exclude: list[Text] = Field([])
     """Modules that match `targets` but get no adapter matrices. Entries have the same form as in `targets`."""
@@ -136,6 +158,17 @@ class AdapterSettings(ConfigSection):
     path: Text | None = None
     """Existing PEFT adapter to continue from: a folder, or `ORG/NAME` on the hub. It determines all other keys except
     `dropout` and `base`. Default: a new adapter."""
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> "AdapterSettings":
+        """Check that all regular expressions are valid."""
+        for key in ("targets", "exclude", "modules_to_save", "rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern.removeprefix(REGEX) if pattern.startswith(REGEX) else "")
+                except re.error as error:
+                    raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _check_path(self) -> "AdapterSettings":

@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "ns_steps": Annotated[int, Field(ge=1, le=99)],
         "ns_coefficients": tuple[Coefficient, Coefficient, Coefficient],
         "adjust_lr_fn": Literal["match_rms_adamw", "original"],
+        "split_heads": bool,
     },
     "adafactor": {
         "beta2_decay": Annotated[float, Field(ge=-10, le=0)],

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,14 +24,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.sections.model import AdapterSettings
+from omnizoo.config.sections.model import REGEX, AdapterSettings
 from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
+from omnizoo.models.adapters.expert_matrices import (
+    GATE_UP,
+    HALVES,
+    OFF,
+    attach_to_experts,
+    expert_targets,
+    initialize,
+    merged_delta,
+    stored_in,
+    widths,
+)
 from omnizoo.models.hf_private import has_score_head, is_experts, kept_in_fp32, language_model, routers
 from omnizoo.models.user_module import tied_names
 
 ALL_LINEAR = "all-linear"
 ATTACHED = "_omnizoo_adapter"  # attribute of a model that stores its `AdapterInfo`
-OFF = "_omnizoo_adapter_off"  # attribute of a module with adapter matrices while they are disabled
 DEFAULT = "default"  # PEFT's default adapter name
 KEY = "model.adapter"
 
@@ -48,6 +58,13 @@ class AdapterInfo:
     started: frozenset[str]  # adapter matrices; the base model has no values for them
     generates: bool = True  # whether the model has transformers' `generate`, as PEFT's task type requires
     classifies: bool = False  # whether the model has a score head, for PEFT's task type
+    num_experts: Mapping[str, int] = field(default_factory=dict)  # by name of the fused experts
+    fused_gates: tuple[str, ...] = ()  # fused experts with a parameter `gate_up_proj`
+    interleaved: tuple[str, ...] = ()  # fused experts whose gate and up projections are interleaved
+
+    def halves(self, owner: str) -> set[str]:
+        """Return the targets of the fused experts `owner` that are parts of `gate_up_proj`."""
+        return set(HALVES) if owner in self.fused_gates else set()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields in JSON format."""
@@ -61,8 +78,19 @@ class AdapterInfo:
         return TypeAdapter(cls).validate_python({**fields, "settings": settings})
 
 
-def scaling_of(settings: AdapterSettings) -> float:
-    """Return the factor that scales the product of the adapter matrices."""
+def settings_of(settings: AdapterSettings, target: str) -> AdapterSettings:
+    """Return the settings of a target: `settings` with the rank and alpha of the first patterns that match it."""
+    changes: dict[str, Any] = {}
+    for key in ("rank", "alpha"):
+        for pattern, value in getattr(settings, f"{key}_pattern").items():
+            if matches(target, pattern):
+                changes.setdefault(key, value)
+    return settings.model_copy(update=changes)
+
+
+def scaling_of(settings: AdapterSettings, target: str) -> float:
+    """Return the factor that scales the product of the adapter matrices of a target."""
+    settings = settings_of(settings, target)
     if settings.kind == "rslora":
         return settings.alpha / math.sqrt(settings.rank)
     return settings.alpha / settings.rank
@@ -107,22 +135,39 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
     kinds = _adaptable(model)
     targets = _find_targets(model, settings, kinds)
     saved = _find_saved(model, settings, targets)
+    if settings.experts == "shared" and "experts" not in {kinds[name] for name in targets}:
+        raise UserError(
+            f"{KEY}.experts: shared has no effect, because no target is a weight of fused experts. Remove it."
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        _matching(key, list(getattr(settings, key)), targets, "target")
     for name in targets:
-        _check_fit(name, model, kinds[name], settings)
+        _check_fit(name, model, kinds[name], settings_of(settings, name))
 
     base_names = {name for name, _ in model.named_parameters()}
     saved_prefixes = tuple(f"{module}." for module in saved)
     fully_trained = {name for name in base_names if name.startswith(saved_prefixes)}
+    fully_trained |= _trained_biases(base_names, targets, settings)
     _freeze_base(model, fully_trained, stored)
 
+    num_experts: dict[str, int] = {}
+    fused_gates: dict[str, None] = {}
+    interleaved: dict[str, None] = {}
     for name in targets:
+        target_settings, scaling = settings_of(settings, name), scaling_of(settings, name)
         owner, _, attribute = name.rpartition(".")
         if kinds[name] == "experts":
-            _attach_to_experts(model.get_submodule(owner), attribute, settings, dtype)
+            experts: Any = model.get_submodule(owner)
+            attach_to_experts(experts, attribute, target_settings, scaling, dtype)
+            num_experts[owner] = experts.num_experts
+            if hasattr(experts, GATE_UP):
+                fused_gates[owner] = None
+                if not experts.is_concatenated:
+                    interleaved[owner] = None
         elif kinds[name] == "embedding":
-            _attach_to_embedding(model.get_submodule(name), settings, dtype)
+            _attach_to_embedding(model.get_submodule(name), target_settings, scaling, dtype)
         else:
-            _attach_to_linear(model.get_submodule(name), settings, dtype)
+            _attach_to_linear(model.get_submodule(name), target_settings, scaling, dtype)
 
     matrices = frozenset(name for name, _ in model.named_parameters()) - base_names
     vars(model)[ATTACHED] = AdapterInfo(
@@ -134,7 +179,23 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
         started=matrices,
         generates=hasattr(model, "prepare_inputs_for_generation"),
         classifies=isinstance(model, PreTrainedModel) and has_score_head(model.config),
+        num_experts=num_experts,
+        fused_gates=tuple(fused_gates),
+        interleaved=tuple(interleaved),
     )
+
+
+def _trained_biases(names: Collection[str], targets: Sequence[str], settings: AdapterSettings) -> set[str]:
+    """Return the parameters in `names` that are biases and are trained. Biases of fused experts are not, as in PEFT."""
+    if settings.bias == "none":
+        return set()
+    if settings.bias == "all":
+        trained = {name for name in names if name.rpartition(".")[2] == "bias"}
+    else:
+        trained = {f"{name}.bias" for name in targets} & set(names)
+    if not trained:
+        raise UserError(f"{KEY}.bias: {settings.bias} selects no bias. Remove the key, or choose other targets.")
+    return trained
 
 
 def _freeze_base(model: nn.Module, fully_trained: Collection[str], stored: torch.dtype) -> None:
@@ -164,17 +225,19 @@ def _adaptable(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, nn.Embedding):
             kinds[name] = "embedding"
         elif is_experts(module):
-            for attribute, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3:
-                    kinds[f"{name}.{attribute}"] = "experts"
+            for target in expert_targets(module):
+                kinds[f"{name}.{target}"] = "experts"
     return kinds
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether `pattern` matches `name`.
 
-    A pattern with wildcards must match the full name. As in PEFT, any other pattern must match the end of the name.
+    A regular expression, which begins with `re:`, or a pattern with wildcards must match the full name. As in PEFT, any
+    other pattern must match the end of the name.
     """
+    if pattern.startswith(REGEX):
+        return re.fullmatch(pattern.removeprefix(REGEX), name) is not None
     if re.search(r"[*?[]", pattern):
         return fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")
@@ -201,12 +264,22 @@ def _matching(
     """
     matched: set[str] = set()
     for i, pattern in enumerate(patterns):
-        by_pattern = all_linear if pattern == ALL_LINEAR else [name for name in names if matches(name, pattern)]
+        by_pattern = all_linear if pattern == ALL_LINEAR else _without_parts(names, pattern)
         if not by_pattern:
             hint = nearest_names(pattern, names)
             raise UserError(f"{KEY}.{key}.{i}: {pattern[:80]!r} matches no {expected}; {hint}")
         matched.update(by_pattern)
     return matched
+
+
+def _without_parts(names: Collection[str], pattern: str) -> list[str]:
+    """Return the names that match a pattern, without parts of a fused parameter that matches it, too."""
+    matched = {name: None for name in names if matches(name, pattern)}
+    for name in list(matched):
+        owner, _, attribute = name.rpartition(".")
+        if attribute in HALVES and f"{owner}.{GATE_UP}" in matched:
+            del matched[name]
+    return list(matched)
 
 
 def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, str]) -> list[str]:
@@ -218,6 +291,13 @@ def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, 
         raise UserError(
             f"{KEY}.exclude: {settings.exclude} excludes every target of {settings.targets}. Exclude fewer modules."
         )
+    for name in sorted(targets):
+        owner, _, attribute = name.rpartition(".")
+        whole = f"{owner}.{GATE_UP}"
+        if attribute in HALVES and kinds[name] == "experts" and whole in targets:
+            raise UserError(
+                f"{KEY}.targets: {name} is a part of {whole}, which is also a target. Add one of them to {KEY}.exclude."
+            )
     return [name for name in kinds if name in targets]  # sorted in the order of the model
 
 
@@ -264,8 +344,11 @@ def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings
             f"{KEY}.dropout: {settings.dropout:g} is not supported for experts, and {name} is a target. Set it to 0."
         )
 
-    weight = model.get_parameter(name if kind == "experts" else f"{name}.weight")
-    rows, columns = weight.shape[-2:]
+    if kind == "experts":
+        owner, _, attribute = name.rpartition(".")
+        rows, columns = widths(model.get_submodule(owner), attribute)
+    else:
+        rows, columns = model.get_parameter(f"{name}.weight").shape
     if settings.rank > min(rows, columns):
         raise UserError(
             f"{KEY}.rank: {settings.rank} exceeds a dim of {name} ({rows} x {columns}); "
@@ -278,10 +361,10 @@ def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings
 BASE = "lora_base"  # attribute of a layer with adapter matrices: (base forward, scaling)
 
 
-def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
+def _attach_to_linear(module: Any, settings: AdapterSettings, scaling: float, dtype: torch.dtype) -> None:
     first = nn.Linear(module.in_features, settings.rank, bias=False, dtype=dtype)
     second = nn.Linear(settings.rank, module.out_features, bias=False, dtype=dtype)
-    _initialize(first.weight, second.weight, settings)
+    initialize(first.weight, second.weight, settings)
     module.lora_A = nn.ModuleDict({DEFAULT: first})
     module.lora_B = nn.ModuleDict({DEFAULT: second})
     if settings.dropout:
@@ -294,7 +377,7 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
     # `forward` is set on the instance, so models/interfaces/lm_head.py can detect that the head is not a plain linear
     # layer. All layers share one function, because a separate partial for each layer would cause a separate compiled
     # graph.
-    vars(module).update({BASE: (module.forward, scaling_of(settings)), "forward": MethodType(_linear, module)})
+    vars(module).update({BASE: (module.forward, scaling), "forward": MethodType(_linear, module)})
 
 
 def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -303,18 +386,6 @@ def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor])
         vars(module)[BASE] = forward, vars(module)[BASE][1]
     else:
         vars(module)["forward"] = forward
-
-
-def _initialize(first: torch.Tensor, second: torch.Tensor, settings: AdapterSettings) -> None:
-    """Initialize `first` randomly and `second` with zeros, as PEFT does. With `init: random`, both are random."""
-    if settings.init == "gaussian":
-        nn.init.normal_(first, std=1 / settings.rank)
-    else:
-        nn.init.kaiming_uniform_(first, a=math.sqrt(5))
-    if settings.init == "random":
-        nn.init.kaiming_uniform_(second, a=math.sqrt(5))
-    else:
-        nn.init.zeros_(second)
 
 
 def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -357,8 +428,8 @@ def set_magnitudes(model: nn.Module, adapter: AdapterInfo) -> None:
     """
     if adapter.settings.kind != "dora":
         return
-    scaling = scaling_of(adapter.settings)
     for name in adapter.modules:
+        scaling = scaling_of(adapter.settings, name)
         module: Any = model.get_submodule(name)
         magnitude = module.lora_magnitude_vector[DEFAULT].weight
         first = module.lora_A[DEFAULT].weight
@@ -369,7 +440,7 @@ def set_magnitudes(model: nn.Module, adapter: AdapterInfo) -> None:
 # Embeddings
 
 
-def _attach_to_embedding(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
+def _attach_to_embedding(module: Any, settings: AdapterSettings, scaling: float, dtype: torch.dtype) -> None:
     first = nn.Parameter(torch.empty(settings.rank, module.num_embeddings, dtype=dtype))
     second = nn.Parameter(torch.empty(module.embedding_dim, settings.rank, dtype=dtype))
     nn.init.zeros_(first)  # as in PEFT: the second matrix of an embedding is random
@@ -378,7 +449,7 @@ def _attach_to_embedding(module: Any, settings: AdapterSettings, dtype: torch.dt
         nn.init.normal_(first)
     module.lora_embedding_A = nn.ParameterDict({DEFAULT: first})
     module.lora_embedding_B = nn.ParameterDict({DEFAULT: second})
-    vars(module)["forward"] = partial(_embedding, module, module.forward, scaling_of(settings))
+    vars(module)["forward"] = partial(_embedding, module, module.forward, scaling)
 
 
 def _embedding(
@@ -393,31 +464,6 @@ def _embedding(
     return out + added.to(out.dtype)
 
 
-# Fused experts
-
-
-def factor_names(attribute: str) -> tuple[str, str]:
-    """Return the names of the two adapter matrices of the expert parameter `attribute`, in the same module."""
-    return f"{attribute}_lora_A", f"{attribute}_lora_B"
-
-
-def _attach_to_experts(module: Any, attribute: str, settings: AdapterSettings, dtype: torch.dtype) -> None:
-    """Attach adapter matrices `[experts, rank, width]` to fused experts.
-
-    Expert parallelism splits the first dim. With `ep` larger than 1, FSDP splits the last dim.
-    """
-    experts, rows, columns = getattr(module, attribute).shape
-    in_width, out_width = (rows, columns) if module.is_transposed else (columns, rows)
-    first = nn.Parameter(torch.empty(experts, settings.rank, in_width, dtype=dtype))
-    second = nn.Parameter(torch.empty(experts, settings.rank, out_width, dtype=dtype))
-    _initialize(first.view(-1, in_width), second.view(-1, out_width), settings)
-
-    first_name, second_name = factor_names(attribute)
-    module.register_parameter(first_name, first)
-    module.register_parameter(second_name, second)
-    module.lora_scaling = scaling_of(settings)
-
-
 # Merging
 
 
@@ -426,8 +472,8 @@ def merge(
     model: nn.Module, weights: dict[str, torch.Tensor], adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Merge the adapter `state` (full tensors, keyed by name) into the `weights` of the base `model`, in place."""
-    scaling = scaling_of(adapter.settings)
     for name in adapter.modules:
+        scaling = scaling_of(adapter.settings, name)
         key = f"{name}.weight"
         if f"{name}.lora_embedding_A.{DEFAULT}" in state:
             first, second = (state[f"{name}.lora_embedding_{side}.{DEFAULT}"] for side in "AB")
@@ -442,8 +488,8 @@ def merge(
 
     for name in adapter.experts:
         owner, _, attribute = name.rpartition(".")
-        first, second = (state[f"{owner}.{matrix}"] for matrix in factor_names(attribute))
         module: Any = model.get_submodule(owner)
-        added = first.transpose(1, 2) @ second  # [experts, input width, output width]
-        weights[name] = weights[name] + scaling * (added if module.is_transposed else added.transpose(1, 2))
+        key = f"{owner}.{stored_in(attribute, module)}"
+        scaling = scaling_of(adapter.settings, name)
+        weights[key] = weights[key] + merged_delta(module, owner, attribute, scaling, state)
     weights |= {name: tensor for name, tensor in state.items() if name not in adapter.started}

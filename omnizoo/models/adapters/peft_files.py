@@ -5,8 +5,10 @@ matrices of fused experts are concatenated into one matrix. If PEFT wraps a modu
 `base_layer` once for each wrapper except the first.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch import nn
 from omnizoo.config.errors import UserError
 from omnizoo.config.hub import local_path, pinned_names
 from omnizoo.config.sections.model import AdapterSettings
-from omnizoo.models.adapters.lora import DEFAULT, KEY, AdapterInfo, attached, factor_names, matches
+from omnizoo.models.adapters.expert_matrices import GATE_UP, HALVES, factor_names, in_gate_up, shared_names
+from omnizoo.models.adapters.lora import DEFAULT, KEY, AdapterInfo, attached, matches, scaling_of, settings_of
 from omnizoo.models.untrusted_folders import open_weights, read_json, tensor_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +29,10 @@ PREFIX = "base_model.model."
 BASE = "omnizoo_base"  # key in the file's metadata: hash of the base model
 INITS = {"kaiming": True, "gaussian": "gaussian", "random": False}
 # Fields that define the adapter matrices, and fields that do not affect the output of a trained adapter.
-READ = {"r", "lora_alpha", "use_rslora", "use_dora", "target_parameters", "modules_to_save", "peft_type"}
+READ = {
+    "r", "lora_alpha", "use_rslora", "use_dora", "target_parameters", "modules_to_save", "peft_type", "rank_pattern",
+    "alpha_pattern", "bias",
+}  # fmt: skip
 UNIMPORTANT = {
     "lora_dropout", "target_modules", "exclude_modules", "init_lora_weights", "inference_mode", "task_type",
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "layers_to_transform", "layers_pattern",
@@ -53,7 +59,9 @@ def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
         match = matrix.match(name)
         if match:
             modules[match[1]] = None
-        elif not name.endswith(".lora_magnitude_vector"):
+        elif not name.endswith((".lora_magnitude_vector", ".bias")) or (
+            name.endswith(".bias") and fields.get("bias", "none") == "none"
+        ):
             saved[name.rpartition(".")[0]] = None
 
     experts: list[str] = []
@@ -61,15 +69,32 @@ def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
         owner, _, attribute = str(parameter).rpartition(".")
         experts += [f"{module}.{attribute}" for module in modules if matches(module, owner)]
     owners = {name.rpartition(".")[0] for name in experts}
+    targets = [*(module for module in modules if module not in owners), *experts]
     return settings.model_copy(
         update={
             "kind": _adapter_kind(fields),
             "rank": fields["r"],
             "alpha": float(fields["lora_alpha"]),
-            "targets": [*(module for module in modules if module not in owners), *experts],
+            "rank_pattern": _resolve_pattern(fields.get("rank_pattern"), targets),
+            "alpha_pattern": _resolve_pattern(fields.get("alpha_pattern"), targets),
+            "bias": fields.get("bias") or "none",
+            "targets": targets,
             "modules_to_save": list(saved),
         }
     )
+
+
+def _resolve_pattern(pattern: Mapping[str, float] | None, targets: Iterable[str]) -> dict[str, float]:
+    """Return the values of PEFT's `rank_pattern` or `alpha_pattern` by full name of the target.
+
+    A key of PEFT is a regular expression for the end of the name.
+    """
+    values: dict[str, float] = {}
+    for target in targets:
+        for key, value in (pattern or {}).items():
+            if re.match(rf"(.*\.)?({key})$", target):
+                values.setdefault(target, value)
+    return values
 
 
 def _adapter_kind(fields: Mapping[str, Any]) -> str:
@@ -160,6 +185,10 @@ def file_names(adapter: AdapterInfo) -> dict[str, str]:
             names[f"{owner}.{second}"] = f"{wrapped}.lora_B.weight"
 
     for name in sorted(adapter.trained - set(names)):
+        owner, _, attribute = name.rpartition(".")
+        if attribute == "bias" and owner in adapter.modules:
+            names[name] = f"{PREFIX}{owner}.base_layer.bias"
+            continue
         key = name.replace(f".{DEFAULT}", "") if name in adapter.started else name
         if ".lora_magnitude_vector." in key:
             key = key.removesuffix(".weight")
@@ -180,16 +209,84 @@ def _to_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Ten
     return tensor.permute(2, 1, 0).reshape(width, rank * experts)
 
 
-def published_factor(name: str, tensor: torch.Tensor, adapter: AdapterInfo) -> tuple[str, torch.Tensor]:
-    """Return the name and the full tensor of a trained parameter, as PEFT's file stores them."""
-    return file_names(adapter)[name], _to_file(tensor, name, adapter)
+def peft_tensors(
+    adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
+) -> tuple[AdapterInfo, dict[str, torch.Tensor]]:
+    """Return the trained parameters `state` by their names in PEFT's file, and the adapter that the file describes."""
+    adapter, state = _with_separate_experts(adapter, state)
+    tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
+    return adapter, tensors
+
+
+def _with_separate_experts(
+    adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
+) -> tuple[AdapterInfo, Mapping[str, torch.Tensor]]:
+    """Return an equivalent adapter that PEFT can represent.
+
+    PEFT has matrices for each expert, and for complete parameters only. Therefore shared matrices are repeated, and
+    those of `gate_proj` and `up_proj` are combined to matrices of `gate_up_proj`, whose rank is the sum of both ranks.
+    """
+    if not adapter.num_experts:
+        return adapter, state
+    settings = adapter.settings
+    result = {name: tensor for name, tensor in state.items() if "_lora_" not in name}
+    experts = []
+    ranks: dict[str, int] = dict(settings.rank_pattern)
+    alphas: dict[str, float] = dict(settings.alpha_pattern)
+    for owner, num_experts in adapter.num_experts.items():
+        targets = [name for name in adapter.experts if name.rpartition(".")[0] == owner]
+        scalings: dict[str, float] = {}
+        parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for target in targets:
+            stored, first, second = _separate(owner, target, num_experts, adapter, state)
+            scaling = scaling_of(settings, target)
+            common_scaling = scalings.setdefault(stored, scaling)
+            parts.setdefault(stored, []).append((first, second * (scaling / common_scaling)))
+
+        for stored in sorted(parts, key=lambda name: name != GATE_UP):  # the order of the module
+            name = f"{owner}.{stored}"
+            experts.append(name)
+            for matrix, values in zip(factor_names(stored), zip(*parts[stored], strict=True), strict=True):
+                result[f"{owner}.{matrix}"] = torch.cat(values, 1)
+            rank = result[f"{owner}.{factor_names(stored)[0]}"].shape[1]
+            alpha = scalings[stored] * (math.sqrt(rank) if settings.kind == "rslora" else rank)
+            ranks = {name: rank} | ranks  # the first pattern that matches applies
+            alphas = {name: alpha} | alphas
+
+    matrices_of_experts = {f"{name}_lora_{side}" for name in experts for side in "AB"}
+    others = {name for name in adapter.started if "_lora_" not in name}
+    changes = {"rank_pattern": ranks, "alpha_pattern": alphas, "experts": "separate"}
+    return replace(
+        adapter,
+        settings=settings.model_copy(update=changes),
+        experts=tuple(experts),
+        started=frozenset(others | matrices_of_experts),
+        trained=frozenset(result),
+    ), result
+
+
+def _separate(
+    owner: str, target: str, num_experts: int, adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Return the stored parameter of a target, and its matrices for each expert of that parameter."""
+    attribute = target.rpartition(".")[2]
+    first_name, second_name = (f"{owner}.{name}" for name in shared_names(attribute))
+    if first_name in state:
+        first = state[first_name].expand(num_experts, -1, -1)
+        second = state[second_name].expand(num_experts, -1, -1)
+    else:
+        first, second = (state[f"{owner}.{name}"] for name in factor_names(attribute))
+    if attribute in adapter.halves(owner):
+        second = in_gate_up(second, HALVES.index(attribute), owner not in adapter.interleaved)
+        attribute = GATE_UP
+    return attribute, first, second
 
 
 def _from_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Tensor:
     """Convert an adapter matrix from the layout of PEFT's file to the layout of the model."""
     if name.rpartition("_lora_")[0] not in adapter.experts:
         return tensor
-    rank = adapter.settings.rank
+    rank = settings_of(adapter.settings, name.rpartition("_lora_")[0]).rank
     if name.endswith("A"):
         return tensor.view(-1, rank, tensor.shape[1])
     return tensor.view(len(tensor), rank, -1).permute(2, 1, 0)
@@ -210,6 +307,19 @@ def base_of(folder: Path) -> str | None:
         return metadata.get(BASE) or None
 
 
+def _patterns(adapter: AdapterInfo) -> tuple[dict[str, int], dict[str, float]]:
+    """Return PEFT's `rank_pattern` and `alpha_pattern`: values that differ from the defaults, by name of the target."""
+    ranks = {}
+    alphas = {}
+    for target in (*adapter.modules, *adapter.experts):
+        settings = settings_of(adapter.settings, target)
+        if settings.rank != adapter.settings.rank:
+            ranks[target] = settings.rank
+        if not math.isclose(settings.alpha, adapter.settings.alpha):
+            alphas[target] = settings.alpha
+    return ranks, alphas
+
+
 def write_folder(
     out: Path, adapter: AdapterInfo, state: Mapping[str, torch.Tensor], path: str | None, base: str
 ) -> None:
@@ -217,7 +327,7 @@ def write_folder(
 
     `path` is the folder of the base model, or its name and commit on the hub, and `base` its hash.
     """
-    tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
+    adapter, tensors = peft_tensors(adapter, state)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
     peft_config(adapter, path).save_pretrained(out)
 
@@ -226,8 +336,12 @@ def peft_config(adapter: AdapterInfo, path: str | None) -> Any:
     """Return the PEFT config of a trained adapter. `path` is the folder of its base model, or its name on the hub."""
     on_hub = pinned_names(path)
     settings = adapter.settings
+    ranks, alphas = _patterns(adapter)
     return lora_config(
         settings.rank,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        bias=settings.bias,
         lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         lora_dropout=settings.dropout,
         use_rslora=settings.kind == "rslora",

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omnizoo.models.adapters.lora import OFF, factor_names
+from omnizoo.models.adapters.expert_matrices import adapter_of
 from omnizoo.models.adapters.quantized_base import local_part, packed_weight
 from omnizoo.models.hf_private import expert_activation, register_experts
 from omnizoo.ops.compiled_blocks import graph_break
 from omnizoo.ops.experts import (
-    ExpertAdapter,
     Experts,
     by_expert,
     combine,
@@ -79,20 +78,14 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: tor
     def bias(name: str) -> torch.Tensor | None:
         return local_part(getattr(module, f"{name}_bias")) if module.has_bias else None
 
-    def factors(name: str) -> ExpertAdapter | None:
-        first, second = (getattr(module, factor, None) for factor in factor_names(name))
-        if first is None or second is None or OFF in vars(module):
-            return None
-        return ExpertAdapter(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
-
     experts = Experts(
         up=weights(up),
         down=weights("down_proj"),
         up_bias=bias(up),
         down_bias=bias("down_proj"),
         activate=getattr(module, "compiled_activation", None) or expert_activation(module),
-        up_adapter=factors(up),
-        down_adapter=factors("down_proj"),
+        up_adapter=adapter_of(module, up, local_part),
+        down_adapter=adapter_of(module, "down_proj", local_part),
     )
     assert len(experts.up) == len(counts), f"{len(experts.up)} local experts, but rows for {len(counts)} experts"
     if module.has_post_expert_norm:

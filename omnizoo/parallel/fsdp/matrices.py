@@ -28,6 +28,7 @@ class _Job:
     dim: int  # the dim that is split over the ranks, -2 or -1
     shape: tuple[int, int]  # (m, n) of a full matrix
     sizes: tuple[int, ...]  # size of `dim` on each rank
+    parts: int = 1  # number of blocks of rows that are processed separately
 
     @property
     def cost(self) -> int:
@@ -49,7 +50,9 @@ class _Job:
 
 
 @torch.no_grad()
-def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> list[torch.Tensor]:
+def on_full_matrices(
+    tensors: Sequence[torch.Tensor], function: Function, parts: Sequence[int] | None = None
+) -> list[torch.Tensor]:
     """Apply `function` to the matrices in the last two dims of each tensor. Collective: all ranks must call it.
 
     A rank that holds full matrices, such as whole experts, processes them locally. Other matrices are assigned to the
@@ -59,12 +62,14 @@ def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> lis
     Args:
         tensors: Tensors `[..., m, n]`, sharded or not.
         function: Maps `[matrices, m, n]` to `[matrices, m, n]` and treats each matrix independently.
+        parts: For each tensor, the number of equal blocks of rows that `function` treats as matrices (default: 1).
 
     Returns:
         This rank's shards of the results.
     """
     results: dict[int, torch.Tensor] = {}
     shared: dict[tuple[dist.ProcessGroup, str, torch.dtype], list[int]] = defaultdict(list)
+    num_parts = [1] * len(tensors) if parts is None else parts
     local = []
     dims = []
     shapes = []
@@ -75,15 +80,22 @@ def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> lis
         dims.append(dim)
         shapes.append(shard.shape)
         if group is None:
-            results[i] = function(local[i]).view(shard.shape) if shard.numel() else shard
+            results[i] = _by_parts(function, local[i], num_parts[i]).view(shard.shape) if shard.numel() else shard
         else:
             shared[group, axis, shard.dtype].append(i)
 
     for (group, axis, _), members in shared.items():
-        jobs = [job for i in members for job in _jobs(i, tensors[i], local[i], dims[i], group)]
+        jobs = [job for i in members for job in _jobs(i, tensors[i], local[i], dims[i], group, num_parts[i])]
         for i, result in _work(jobs, local, function, group, axis).items():
             results[i] = result.view(shapes[i])
     return [results[i] for i in range(len(tensors))]
+
+
+def _by_parts(function: Function, matrices: torch.Tensor, parts: int) -> torch.Tensor:
+    """Apply `function` to `parts` equal blocks of rows of each matrix of `matrices [count, m, n]`."""
+    count, m, n = matrices.shape
+    blocks = matrices.reshape(count * parts, m // parts, n)
+    return function(blocks).reshape(count, m, n)
 
 
 def _split(tensor: torch.Tensor) -> tuple[dist.ProcessGroup | None, str, int]:
@@ -96,7 +108,9 @@ def _split(tensor: torch.Tensor) -> tuple[dist.ProcessGroup | None, str, int]:
     return splits[0] if splits else (None, "", 0)
 
 
-def _jobs(i: int, tensor: torch.Tensor, local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> list[_Job]:
+def _jobs(
+    i: int, tensor: torch.Tensor, local: torch.Tensor, dim: int, group: dist.ProcessGroup, parts: int
+) -> list[_Job]:
     """Divide the matrices of a tensor into one job per rank, or fewer if there are fewer matrices than ranks."""
     ranks = group.size()
     full_size = tensor.shape[dim]
@@ -109,7 +123,7 @@ def _jobs(i: int, tensor: torch.Tensor, local: torch.Tensor, dim: int, group: di
     jobs = []
     for first, last in pairwise(bounds):
         if last > first:
-            jobs.append(_Job(tensor=i, first=first, last=last, dim=dim, shape=shape, sizes=sizes))
+            jobs.append(_Job(tensor=i, first=first, last=last, dim=dim, shape=shape, sizes=sizes, parts=parts))
     return jobs
 
 
@@ -131,7 +145,7 @@ def _work(
     results_by_rank: list[list[torch.Tensor]] = [[] for _ in ranks]
     for k, job in enumerate(local_jobs):
         pieces = [received_shards[source * len(local_jobs) + k].view(job.shape_on(source)) for source in ranks]
-        result = function(torch.cat(pieces, job.dim))
+        result = _by_parts(function, torch.cat(pieces, job.dim), job.parts)
         for destination, piece in zip(ranks, result.split(job.sizes, job.dim), strict=True):
             results_by_rank[destination].append(piece.flatten())
 

@@ -30,6 +30,11 @@ from omnizoo.parallel.rendezvous import ranks_on_node
 from omnizoo.training.optimizers.adamw import ShardAdamW
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
+# Names of linear layers whose rows are the heads of queries, keys or values.
+QUERY_KEY_VALUE = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "qkv", "query", "key", "value"),
+    *("query_key_value", "c_attn", "Wqkv", "wq", "wk", "wv"),
+)
 BF16 = "adamw_bf16"  # `adamw` with `optimizer.moments: bf16`; the config cannot set this kind directly
 COLLECTIVE_KINDS = ("muon", "adafactor")  # optimizers whose update needs collectives
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
@@ -137,7 +142,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     check_optimizer(config)
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = _assign_parameters(model, config)
-    parts = [_build(choice, groups, config, names) for choice, groups in parameters.items()]
+    parts = [_build(choice, groups, config, names, model) for choice, groups in parameters.items()]
     offload = config.parallel.offload
     # With offloaded parameters, the optimizer state is always on the CPU.
     is_offloaded = "optimizer" in offload and "parameters" not in offload
@@ -270,6 +275,27 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     return matrices - excluded
 
 
+def num_heads(model: nn.Module, key: str) -> dict[torch.Tensor, int]:
+    """Return the number of heads in the rows of each query, key and value projection.
+
+    They are the linear layers in `QUERY_KEY_VALUE` of modules with a `head_dim`.
+
+    Raises:
+        UserError: If the model has none. The message starts with `key`.
+    """
+    heads = {}
+    for module in model.modules():
+        head_dim = getattr(module, "head_dim", None)
+        if not isinstance(head_dim, int):
+            continue
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and name in QUERY_KEY_VALUE and child.out_features % head_dim == 0:
+                heads[child.weight] = child.out_features // head_dim
+    if not heads:
+        raise UserError(f"{key}: {type(model).__name__} has no query, key or value projections with heads. Remove it.")
+    return heads
+
+
 def _choices(config: Config) -> list[Choice]:
     """Return the optimizer choice of the run, followed by the choice of each group in `optimizer.groups`."""
     settings = config.optimizer
@@ -328,6 +354,7 @@ def _build(
     groups: ParameterGroups,
     config: Config,
     names: Mapping[nn.Parameter, str],
+    model: nn.Module,
 ) -> torch.optim.Optimizer:
     """Build one optimizer.
 
@@ -336,6 +363,7 @@ def _build(
         groups: The parameters, keyed by (weight decay, relative rate, is sharded).
         config: The config of the run.
         names: The names of all parameters.
+        model: The model.
     """
     optimizer_class = _class_of(choice)
     accepts_decay = _accepts_decay(optimizer_class)
@@ -353,6 +381,8 @@ def _build(
         arguments["weight_decay"] = config.optimizer.weight_decay  # a default; each group sets its decay
     if choice.kind == "muon" and config.train.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
+    if choice.kind == "muon" and arguments.get("split_heads"):
+        arguments["num_heads"] = num_heads(model, f"{choice.key}.options.split_heads")
     if choice.kind == BF16:
         arguments |= {"names": names, "seed": config.train.seed}
     try:

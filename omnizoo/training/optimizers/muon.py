@@ -5,7 +5,7 @@ gathers every sharded matrix on every rank in each of its matmuls.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ class Muon(torch.optim.Optimizer):
 
     `adjust_lr_fn` has the same values as in torch: `match_rms_adamw` scales updates to the size of AdamW's, so that
     both can use the same learning rate and weight decay; `original` scales with the square root of rows / columns.
-    `dtype` is the dtype of the orthogonalization (default: the dtype of the gradients). The config checks all options.
+    `dtype` is the dtype of the orthogonalization (default: the dtype of the gradients). With `split_heads`,
+    `num_heads` contains the parameters whose rows are divided into heads, which are updated as separate matrices. The
+    config checks all options.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: Sequence[float] = COEFFICIENTS,
         adjust_lr_fn: str = "match_rms_adamw",
         dtype: torch.dtype | None = None,
+        split_heads: bool = False,
+        num_heads: Mapping[torch.Tensor, int] | None = None,
     ) -> None:
+        self._num_heads = num_heads if split_heads and num_heads else {}
         self._orthogonalize = partial(orthogonalize, steps=ns_steps, coefficients=tuple(ns_coefficients))
         self._dtype = dtype
         self._adjust = adjust_lr_fn
@@ -55,9 +60,10 @@ class Muon(torch.optim.Optimizer):
             update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
             updates.append(update if self._dtype is None else update.to(self._dtype))
         # One call for all matrices balances the work over ranks and needs few collectives.
-        orthogonal_updates = on_full_matrices(updates, self._orthogonalize)
-        for (p, group), update in zip(members, orthogonal_updates, strict=True):
-            num_rows, num_columns = p.shape[-2:]
+        num_heads = [self._num_heads.get(p, 1) for p, _ in members]
+        orthogonal_updates = on_full_matrices(updates, self._orthogonalize, num_heads)
+        for (p, group), heads, update in zip(members, num_heads, orthogonal_updates, strict=True):
+            num_rows, num_columns = p.shape[-2] // heads, p.shape[-1]
             shard = local_shard(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(update, alpha=-group["lr"] * self._scale(num_rows, num_columns))

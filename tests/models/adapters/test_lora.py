@@ -27,8 +27,8 @@ from omnizoo.checkpoint.tensor_files import on_meta
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.config.sections.model import AdapterSettings, ModelSection
-from omnizoo.models.adapters.lora import attached, set_magnitudes
-from omnizoo.models.adapters.peft_files import INITS, adapter_settings, read_factors, write_folder
+from omnizoo.models.adapters.lora import attached, merge, set_magnitudes, settings_of
+from omnizoo.models.adapters.peft_files import INITS, adapter_settings, peft_tensors, read_factors, write_folder
 from omnizoo.models.build import build_model
 from omnizoo.models.interfaces.attention import packed_inputs
 from omnizoo.models.interfaces.experts import use_dispatched
@@ -124,6 +124,76 @@ def test_adapter_loss_gradients_and_files_match_peft(case: str, tmp_path: Path) 
     for name, grad in gradients.items():
         assert grad.norm() > 0, name
         assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+GATE_UP_DOWN = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+EXPORTED = {
+    "patterns": (
+        "qwen3",
+        {"rank_pattern": {"q_proj": 2, r"re:.*\.1\.mlp\..*": 3}, "alpha_pattern": {"down_proj": 1.5}},
+    ),
+    "regular expression": ("qwen3", {"targets": [r"re:model\.layers\.0\..*(q|v)_proj"], "kind": "dora"}),
+    "biases of targets": ("gpt_oss", {"targets": ["q_proj", "o_proj"], "bias": "lora_only"}),
+    "all biases": ("gpt_oss", {"targets": ["q_proj"], "bias": "all"}),
+    "gate projections": (MOE, {"targets": ["experts.gate_proj"]}),
+    "gate and up projections": (
+        MOE,
+        {
+            "targets": GATE_UP_DOWN,
+            "rank_pattern": {"experts.up_proj": 2},
+            "alpha_pattern": {"experts.gate_proj": 2.0},
+            "kind": "rslora",
+        },
+    ),
+    "interleaved projections": ("gpt_oss", {"targets": ["experts.up_proj", "experts.down_proj"]}),
+    "shared matrices": (MOE, {"targets": ["q_proj", *EXPERTS], "experts": "shared"}),
+    "shared matrices of projections": ("gpt_oss", {"targets": GATE_UP_DOWN, "experts": "shared"}),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_exported_adapter_in_peft_has_same_loss_and_gradients(case: str, tmp_path: Path) -> None:
+    """PEFT has more parameters, of which ours are a linear function, so its gradients are transformed to ours."""
+    family, settings = EXPORTED[case]
+    fields = model_config(family) if isinstance(family, str) else family
+    model = ours(fields, **settings)
+    found = attached(model)
+    state = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in found.trained}
+    write_folder(tmp_path, found, {name: tensor.detach() for name, tensor in state.items()}, None, "")
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in found.started}
+    base.load_state_dict({name: torch.zeros_like(w) if name in state else w for name, w in weights.items()})
+    other = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+
+    ids = torch.randint(0, 512, (1, 24), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for each in (model.eval(), other.eval()):
+        logits = each(input_ids=ids, **(PACKED if each is model else {})).logits
+        losses.append(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+
+    _, tensors = peft_tensors(found, state)
+    gradients = {name_in_file(name): p.grad for name, p in other.named_parameters() if p.requires_grad}
+    assert tensors.keys() <= gradients.keys()
+    product = sum((tensor * gradients[name]).sum() for name, tensor in tensors.items())
+    expected = dict(zip(state, torch.autograd.grad(product, list(state.values())), strict=True))
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        found_gradient = model.get_parameter(name).grad
+        assert (found_gradient - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+    merge(model, weights, found, {name: tensor.detach() for name, tensor in state.items()})
+    merged = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager")
+    merged.load_state_dict(weights)
+    logits = merged.eval()(input_ids=ids).logits
+    loss = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=0)
+
+    again = attached(ours(fields, path=str(tmp_path), rank=16, alpha=32.0, init="kaiming"))
+    assert {settings_of(again.settings, name).rank for name in again.modules} == {
+        settings_of(found.settings, name).rank for name in found.modules
+    }
 
 
 STEPS = 6
@@ -335,6 +405,14 @@ def test_invalid_adapter_settings_print_one_line(fails: Callable[..., str]) -> N
         {"rank": 4, "dropout": 0.1, "targets": EXPERTS}, "--model.config", json.dumps(MOE)
     )
     assert "model.adapter.rank" in fails({"rank": 0})
+    assert "model.adapter.rank_pattern.0: 'v_prj'" in fails({"rank": 4, "rank_pattern": {"v_prj": 2}})
+    assert "model.adapter.rank: 17 " in fails({"rank": 4, "rank_pattern": {"k_proj": 17}})
+    assert "targets: 're:(' is not a regular expression" in fails({"rank": 4, "targets": ["re:("]})
+    assert "model.adapter.bias: all selects no bias" in fails({"rank": 4, "bias": "all"})
+    assert "model.adapter.experts: shared" in fails({"rank": 4, "experts": "shared"})
+    assert "experts.up_proj is a part of" in fails(
+        {"rank": 4, "targets": ["up_proj", "gate_up_proj"]}, "--model.config", json.dumps(MOE)
+    )
     assert "model.adapter: path: the adapter folder determines rank" in fails({"path": "x", "rank": 3})
     frozen = {"model": {"foundation": {"config": model_config("qwen3"), "freeze": True}, "config": None}}
     assert "in a component with freeze: true" in fails(

@@ -74,7 +74,22 @@ def newton_schulz(g: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def plain_muon(p: torch.Tensor, grads: list[torch.Tensor], rates: list[float], decay: float) -> torch.Tensor:
+def heads_of(name: str) -> int:
+    if name.endswith("q_proj.weight"):
+        return int(EXPERTS["num_attention_heads"])
+    return int(EXPERTS["num_key_value_heads"]) if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
+
+
+def plain_muon(
+    p: torch.Tensor, grads: list[torch.Tensor], rates: list[float], decay: float, heads: int
+) -> torch.Tensor:
+    if heads > 1:  # each head is a separate matrix
+        grads_by_head = [g.chunk(heads) for g in grads]
+        parts = [
+            plain_muon(part, [head_grads[i] for head_grads in grads_by_head], rates, decay, heads=1)
+            for i, part in enumerate(p.chunk(heads))
+        ]
+        return torch.cat(parts)
     p, momentum = p.clone(), torch.zeros_like(p)
     for g, lr in zip(grads, rates, strict=True):
         momentum = 0.95 * momentum + 0.05 * g
@@ -94,7 +109,7 @@ def plain_torch(make: Callable[[Any], Any], p: torch.Tensor, grads: list[torch.T
     return p.detach()
 
 
-def expected(kind: str, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def expected(kind: str, before: dict[str, torch.Tensor], split_heads: bool = True) -> dict[str, torch.Tensor]:
     from lion import Lion
 
     dtype = next(iter(before.values())).dtype
@@ -109,14 +124,16 @@ def expected(kind: str, before: dict[str, torch.Tensor]) -> dict[str, torch.Tens
             "lion:Lion": lambda ps, d=decay: Lion(ps, LR, weight_decay=d, betas=(0.9, 0.98)),
         }
         if kind == "muon" and is_hidden(name):
-            after[name] = plain_muon(p, grads, rates, decay)
+            after[name] = plain_muon(p, grads, rates, decay, heads_of(name) if split_heads else 1)
         else:
             after[name] = plain_torch(classes["adamw" if kind == "muon" else kind], p, grads, rates)
     return after
 
 
-def assert_same_walk(kind: str, before: dict[str, Any], after: dict[str, Any], precision: str) -> None:
-    wanted = expected(kind, before)
+def assert_same_walk(
+    kind: str, before: dict[str, Any], after: dict[str, Any], precision: str, split_heads: bool = True
+) -> None:
+    wanted = expected(kind, before, split_heads)
     errors = {name: float((after[name] - w).norm() / (w - before[name]).norm()) for name, w in wanted.items()}
     print(f"{kind} {precision}: {max(errors.values()):.1e}")
     assert {name: error for name, error in errors.items() if not error <= WITHIN[precision]} == {}
@@ -131,6 +148,12 @@ def test_steps_match_formulas_on_full_tensors(
     config = load_config(config_of(tmp_path, kind, train={"precision": precision}), [])
     with process_group() as process:
         assert_same_walk(kind, *walk(config, process), precision)
+
+
+def test_muon_without_split_heads_updates_whole_projections(tmp_path: Path) -> None:
+    path = config_of(tmp_path, "muon", optimizer={"options": {}}, train={"precision": "fp64"})
+    with process_group() as process:
+        assert_same_walk("muon", *walk(load_config(path, []), process), "fp64", split_heads=False)
 
 
 def walk_all(process: Process, folder: Path, layouts: Layouts, precision: str) -> None:
@@ -431,6 +454,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "own_parts:NoDecay", "options": {"lr": 0.1}}, r"optimizer.options.lr: .*train.lr"),
     ({"kind": "muon", "options": {"momentun": 0.9}}, r"momentun: unknown option of muon.*did you mean momentum"),
     ({"kind": "muon", "options": {"dtype": "bf16"}}, r"optimizer.options.dtype: unknown option of muon"),
+    ({"kind": "muon", "options": {"split_heads": 2}}, r"optimizer.options.split_heads is 2"),
     ({"kind": "muon", "options": {"ns_steps": 0}}, r"optimizer.options.ns_steps is 0; expected integer >= 1"),
     ({"kind": "adafactor", "options": {"d": 0.5}}, r"optimizer.options.d is 0.5; expected number >= 1"),
     ({"kind": "adafactor", "options": {"eps": 1e-8}}, r"optimizer.options.eps is 1e-08; expected list of 2: number"),
