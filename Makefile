@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench bench-peers docs docs-check clean
+.PHONY: install test test-fast tests lint style types format demo demo-lora demo-draw verify-all bench bench-peers docs docs-check clean
 
 install: $(INSTALLED)
 
@@ -49,6 +49,16 @@ demo-lora: install
 	$(BIN)/omnizoo train examples/digits/new_voice.yaml --nproc 2 --parallel.ulysses 2 --parallel.ep 2 --log.every 20
 	$(BIN)/omnizoo export runs/new_voice runs/new_voice_adapter
 	$(BIN)/python examples/digits/new_voice.py examine runs/new_voice_adapter
+
+demo-draw: install
+	rm -rf runs/draw runs/draw_data runs/draw_ring
+	$(BIN)/python examples/draw/make_data.py runs/draw_data
+	$(BIN)/omnizoo train examples/draw/draw.yaml --nproc 2 --log.every 50
+	$(BIN)/omnizoo export runs/draw runs/draw/model
+	$(BIN)/python examples/draw/examine.py runs/draw
+	$(BIN)/omnizoo train examples/draw/ring.yaml --nproc 2 --log.every 50
+	$(BIN)/omnizoo export runs/draw_ring runs/draw_ring/lora
+	$(BIN)/python examples/draw/examine.py runs/draw_ring --lora runs/draw_ring/lora
 
 verify-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m long

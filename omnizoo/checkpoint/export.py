@@ -79,12 +79,12 @@ def export(
         allow_code=list(allow_code),
         trust_remote_code=trust_remote_code,
     )
-    adapter = _adapter_of(source)
+    adapter = adapter_of(source)
     if base is not None and adapter is None:
         raise UserError(f"--merge: {source} has no adapter. Remove the option.")
 
     model = None if is_user_module or adapter else _build(spec, source)
-    state = _read_weights(source, model, ema)
+    state = read_weights(source, model, ema)
     if adapter is not None:
         missing = sorted(adapter.info.trained - set(state))
         if missing:
@@ -122,7 +122,7 @@ def export(
     return Exported(checkpoint=source, out=out, kind=kind, parameters=parameters, processor_needs=needs)
 
 
-def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
+def read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
     """Return the weights of `model`, by their names in the model.
 
     If `model` is None, return all weights of the checkpoint.
@@ -253,10 +253,10 @@ class SavedAdapter:
 
 def has_adapter(checkpoint: Path) -> bool:
     """Whether a checkpoint, or the newest checkpoint of a run folder, has an adapter."""
-    return _adapter_of(resolve_checkpoint(checkpoint)) is not None
+    return adapter_of(resolve_checkpoint(checkpoint)) is not None
 
 
-def _adapter_of(source: Path) -> SavedAdapter | None:
+def adapter_of(source: Path) -> SavedAdapter | None:
     """Return the adapter that the state of a checkpoint describes; None if it has none."""
     try:
         fields = manifest.read_state(source, manifest.read(source)).get("adapter")

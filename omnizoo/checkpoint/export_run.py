@@ -8,6 +8,7 @@ import torch
 
 from omnizoo.checkpoint.export import Exported
 from omnizoo.checkpoint.export import export as export_checkpoint
+from omnizoo.checkpoint.export_denoiser import denoiser_run, export_denoiser
 from omnizoo.checkpoint.merge_adapter import base_weights
 from omnizoo.config.errors import UserError
 
@@ -49,10 +50,14 @@ def export(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r}; expected {', '.join(DTYPES)}")
+    torch_dtype = None if dtype is None else DTYPES[dtype]
+    run = denoiser_run(Path(checkpoint), best)
+    if run is not None:
+        return export_denoiser(run, Path(out), torch_dtype, ema=ema, merge_adapter=merge)
     return export_checkpoint(
         Path(checkpoint),
         Path(out),
-        dtype=None if dtype is None else DTYPES[dtype],
+        dtype=torch_dtype,
         ema=ema,
         allow_code=allow_code,
         trust_remote_code=trust_remote_code,

@@ -19,10 +19,12 @@ from omnizoo.config.errors import UserError
 if TYPE_CHECKING:
     from omnizoo.data.sample import RenderedRow
     from omnizoo.generation.chat_model import ChatModel, Request
+    from omnizoo.generation.diffusion.source import PipelineSource
     from omnizoo.generation.generate import GeneratedPiece, Outcome
     from omnizoo.reporting.results import GeneratedResponse
 
 MAX_PROMPT_LENGTH = 72  # characters of each prompt that are printed before its response, if there are several prompts
+PIPELINE_SETTINGS = {"messages", "out", "seed", "pipeline", "base"}  # settings that a pipeline of diffusers uses
 UNFINISHED = "\ufffd"  # replacement character; tokenizers return it for an incomplete last character
 # Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
@@ -66,6 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         help="maximum number of responses to generate at once; higher values need more memory (default: 8)",
+    )
+    parser.add_argument(
+        "--pipeline",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="argument of the pipeline of a diffusion transformer, such as num_inference_steps=20; may be repeated "
+        "(default: those of its family)",
     )
     parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: the model's default voice)")
     parser.add_argument(
@@ -140,6 +150,7 @@ def generate(
     out: str | Path = "generated",
     speaker: str | None = None,
     speech: bool = True,
+    pipeline: Mapping[str, Any] | None = None,
     base: str | None = None,
     recipe: str | None = None,
     allow_code: Sequence[str] = (),
@@ -160,6 +171,7 @@ def generate(
         out: Folder for generated media, or JSONL file for all responses, with a folder for media next to it.
         speaker: Voice of generated speech. Default: chosen by the model.
         speech: Whether models that can speak generate speech.
+        pipeline: Arguments of the pipeline of a diffusion transformer, such as `num_inference_steps`.
         base: Folder of the base model of an adapter folder.
         recipe: `package.module:NAME` of the recipe for a model family without a built-in one.
         allow_code: Python modules that the folder may import encoders and decoders from, including their submodules.
@@ -191,6 +203,7 @@ def generate(
         batch=batch,
         speaker=speaker,
         no_speech=not speech,
+        pipeline=[f"{name}={json.dumps(value)}" for name, value in (pipeline or {}).items()],
         base=base,
         recipe=recipe,
         allow_code=allow_code,
@@ -217,6 +230,7 @@ class GenerateSettings:
     batch: int = 8
     speaker: str | None = None
     no_speech: bool = False
+    pipeline: Sequence[str] = ()
     base: str | None = None
     recipe: str | None = None
     allow_code: Sequence[str] = ()
@@ -246,23 +260,74 @@ def generate_responses(
 
     transformers_logging.disable_progress_bar()  # progress bars would appear between the responses
     from omnizoo.generation.chat_model import chat_model_of
+    from omnizoo.generation.diffusion.source import find_pipeline
     from omnizoo.generation.model_folder import FolderOptions, model_section
     from omnizoo.ops.device import pick_device
 
     options = FolderOptions(settings.allow_code, settings.trust_remote_code, settings.recipe, settings.base)
     note = print_note if is_printed else lambda line: None
     with ExitStack() as stack:
+        file: TextIO | None = None
+        source = find_pipeline(folder, settings.base, note)
+        if source is not None:
+            file = open_out(settings.out, stack)
+            return run_pipeline(source, rows, settings, is_printed, file)
+        if settings.pipeline:
+            raise UserError(
+                f"--pipeline: {settings.pipeline[0]}, but {folder} is not a pipeline of diffusers. Remove it."
+            )
         spec = stack.enter_context(model_section(folder, options, note))
         model = chat_model_of(spec, pick_device(0))
         has_only_text = all(isinstance(row, str) for row in rows)
         check_speech(folder, settings, model, has_only_text)
         if model.media.speaker_format is not None and settings.speaker is not None:
             rows = [{"messages": [{"role": settings.speaker, "content": prompt}]} for prompt in rows]
-        file: TextIO | None = None
-        if settings.out.suffix == ".jsonl":
-            settings.out.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(settings.out.open("w", encoding="utf-8"))
+        file = open_out(settings.out, stack)
         return Responder(model, rows, settings, is_printed, file).run()
+
+
+def open_out(out: Path, stack: ExitStack) -> TextIO | None:
+    """Open the JSONL file of `--out` until the stack is closed. Return None if `--out` is a folder."""
+    if out.suffix != ".jsonl":
+        return None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return stack.enter_context(out.open("w", encoding="utf-8"))
+
+
+def run_pipeline(
+    source: "PipelineSource",
+    rows: Sequence[str | Mapping[str, Any]],
+    settings: GenerateSettings,
+    is_printed: bool,
+    file: TextIO | None,
+) -> list[dict[str, Any]]:
+    """Generate media for each prompt with a pipeline of diffusers, and return their records."""
+    from omnizoo.generation.diffusion.prompts import generate_media, parse_arguments
+    from omnizoo.ops.device import pick_device
+
+    defaults = GenerateSettings()
+    for name in GenerateSettings.__dataclass_fields__:
+        if name not in PIPELINE_SETTINGS and getattr(settings, name) != getattr(defaults, name):
+            option = name.replace("_", "-")
+            raise UserError(f"--{option}: a pipeline of diffusers does not use it. Use --pipeline NAME=VALUE.")
+    out = settings.out.with_suffix("") if file is not None else settings.out
+    media_root = settings.messages.parent if settings.messages else Path()
+    records = []
+    for record in generate_media(
+        source,
+        rows,
+        parse_arguments(settings.pipeline),
+        settings.seed,
+        out,
+        media_root,
+        pick_device(0),
+        write_stdout if is_printed else lambda text: None,
+    ):
+        records.append(record)
+        if file is not None:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+    return records
 
 
 def print_note(line: str) -> None:

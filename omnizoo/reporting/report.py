@@ -24,6 +24,7 @@ from omnizoo.reporting.metrics_file import read_metrics
 from omnizoo.reporting.pages import cell_text, render
 from omnizoo.reporting.run_folder import RunFolder, read_rows, replace_file
 
+ITEMS = ("question_items", "expected_items", "items")  # lists of media in a record
 LONG_WAIT = 0.1  # fraction of a step; steps that wait longer for data are marked
 # File types that a browser displays without running code.
 SHOWN_FILES = (".png", ".jpg", ".gif", ".webp", ".wav", ".flac", ".ogg", ".mp3", ".mp4", ".webm")
@@ -241,7 +242,7 @@ def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
         }
         sample["error"] = cell_text(record.get("error") or "")
         sample["judgments"], sample["scores"] = _scores(record)
-        files = {name: _describe_items(run, page, record.get(name)) for name in ("question_items", "items")}
+        files = {name: _describe_items(run, page, record.get(name)) for name in ITEMS}
         samples.append({"step": last, **files, **sample})
     return samples
 

@@ -9,13 +9,13 @@ import torch
 from pipelines import make_pipeline
 from safetensors.torch import load_file
 
-from omnizoo.checkpoint.export_pipeline import write_pipeline
 from omnizoo.config.errors import UserError
 from omnizoo.config.sections.model import AdapterSettings
 from omnizoo.generation.diffusion.pipeline import check_arguments, load_pipeline, sample
 from omnizoo.models.adapters.lora import attach, attached
 from omnizoo.models.diffusion.lora_file import write_lora_file
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
+from omnizoo.models.diffusion.write_pipeline import write_pipeline
 
 CPU = torch.device("cpu")
 PROMPT = {"prompt": "a red cat"}

@@ -107,6 +107,11 @@ class EvaluationSection(ConfigSection):
     """Sampling temperature of generated responses. 0 selects greedy decoding; otherwise, the random numbers depend on
     `train.seed`."""
 
+    pipeline: dict[str, Any] = Field({})
+    """Arguments of the pipeline with which a diffusion transformer generates samples, such as `{num_inference_steps:
+    20}`. Height, width, number of frames and length of the text are those of `data.shapes` and `data.text_tokens`.
+    Default: the arguments of the family."""
+
     metrics: list[MetricSettings] = Field([])
     """Metrics to compute in addition to the losses. Each entry is a built-in metric, `package.module:function` of a
     plugin, or a mapping `{kind, options, name, higher_is_better}`."""

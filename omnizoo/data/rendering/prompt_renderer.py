@@ -83,6 +83,10 @@ class PromptRenderer:
         draft = self._read(row)
         return draft.row_format, f"it has `{draft.name}`"
 
+    def prompt_of(self, row: Row) -> str:
+        """Return the prompt of a row. Raises `BadRow` if the row cannot be used."""
+        return self._read(row).prompt
+
     def render_samples(
         self,
         row: Row,

@@ -50,14 +50,19 @@ def check_arguments(folder: PipelineFolder, arguments: Mapping[str, Any], key: s
         arguments: Values by name.
         key: Config key or option of the arguments, for messages.
     """
-    parameters = set(inspect.signature(folder.pipeline_class.__call__).parameters) - RESERVED
-    accepted = {name for name in parameters if not name.endswith("_per_prompt")}
+    accepted = accepted_arguments(folder)
     for name in arguments:
         if name not in accepted:
             raise UserError(
                 f"{key}: {folder.class_name} has no argument {name!r} that can be set here. It accepts "
                 f"{', '.join(sorted(accepted))}."
             )
+
+
+def accepted_arguments(folder: PipelineFolder) -> set[str]:
+    """Return the names of the arguments of a pipeline that can be set."""
+    parameters = set(inspect.signature(folder.pipeline_class.__call__).parameters) - RESERVED
+    return {name for name in parameters if not name.endswith("_per_prompt")}
 
 
 @torch.no_grad()

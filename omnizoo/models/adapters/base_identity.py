@@ -5,6 +5,7 @@ damaged byte.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from omnizoo.models.read_config import read_model_config
 from omnizoo.models.user_module import given_model, is_own_module, tensors_of
 from omnizoo.models.weights.sampled_hash import add_sampled
 
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+VOLATILE = ("_name_or_path", "_diffusers_version", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
 def base_identity(model: ModelSection, seed: int) -> str:
@@ -71,8 +72,12 @@ def _shape_of(model: ModelSection) -> Any:
     if is_own_module(model):
         return [model.module, model.config]
     if is_denoiser(model):
-        return dict(read_denoiser(model).configs)
-    fields = read_model_config(model).to_dict()
+        return {name: _without_volatile(config) for name, config in read_denoiser(model).configs.items()}
+    return _without_volatile(read_model_config(model).to_dict())
+
+
+def _without_volatile(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that determine what a model computes."""
     return {key: value for key, value in fields.items() if key not in VOLATILE}
 
 

@@ -17,10 +17,12 @@ from omnizoo.data.loading.held_out import held_out_parts, read_held_out
 from omnizoo.data.loading.lane_stream import LoadedStep
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.ops.precision import keep_precision
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder
+from omnizoo.training.evaluation.pipeline_samples import PipelineSampler
 from omnizoo.training.evaluation.responses import Sampler
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.base import Loss, NamedLoss
@@ -119,7 +121,7 @@ class Evaluator:
         self.objective = objective
         self.folder = folder
         self.config = objective.config
-        self.sampler: Sampler | None = None
+        self.sampler: Sampler | PipelineSampler | None = None
         self._printed_problem = ""
         # Keyed by the short name of the source. If all sources are evaluated together, the only key is empty.
         self.parts = {source: balancer(LoadedStep(loaded), micro_batch=1) for source, loaded in packs.items()}
@@ -134,7 +136,8 @@ class Evaluator:
                 "evaluation.every: 0."
             )
         if self.config.evaluation.samples:
-            self.sampler = Sampler(objective, reader)
+            is_denoiser = denoiser_recipe(objective.model) is not None
+            self.sampler = (PipelineSampler if is_denoiser else Sampler)(objective, reader)
 
     def run(self, step: int, recorder: Recorder) -> dict[str, float | None]:
         """Compute losses and response metrics, and record the responses. Collective: all ranks must call it.

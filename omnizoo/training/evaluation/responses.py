@@ -16,9 +16,10 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import short_names
 from omnizoo.data.loading.reader import Reader
-from omnizoo.data.rendering.renderer import Question
+from omnizoo.data.rendering.prompt_renderer import PromptRenderer
+from omnizoo.data.rendering.renderer import Question, Renderer
 from omnizoo.data.rendering.thinking import Thinking
-from omnizoo.data.row import BadRow, SourceSchema
+from omnizoo.data.row import BadRow, Row, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.generation.chat_model import ChatModel, Request, chat_model_from
 from omnizoo.generation.conversation import JointSupport
@@ -211,6 +212,14 @@ class Sampler:
         return answer, {"answer": text, "items": media}
 
 
+def check_prompt(renderer: Renderer | PromptRenderer, row: Row, held_out: HeldOutRow) -> None:
+    """Raise an error if a row has no prompt."""
+    if isinstance(renderer, PromptRenderer):
+        renderer.prompt_of(row)
+    else:
+        renderer.question(row, held_out.find, held_out.schema)
+
+
 def choose_rows(reader: Reader) -> list[HeldOutRow]:
     """Return the first `evaluation.samples` rows that have a prompt, taking one row from each source in turn.
 
@@ -224,7 +233,7 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
         for number in range(min(len(source), SEARCHED_ROWS + count)):
             held_out = HeldOutRow(name, source, reader.renderer.schema(source_number), number)
             try:
-                reader.text_renderer.question(source.read(number), held_out.find, held_out.schema)
+                check_prompt(reader.renderer, source.read(number), held_out)
             except (BadRow, BadMedia) as reason:
                 reasons.append(f"{held_out.where}: {reason}")
                 continue
