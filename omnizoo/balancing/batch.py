@@ -25,7 +25,7 @@ class Batch:
     max_seqlen: int  # length of the longest segment
     sample_ids: list[str]  # source/epoch/row/part of each segment; dummy packs have none
     tokens: int  # number of tokens, without dummy packs
-    packs: tuple[int, ...]  # indices of the packs in the run, without dummy packs
+    packs: tuple[int, ...]  # index in the run of each pack of the micro-batch, without dummy packs
     media: dict[Port, list[Inputs]]  # inputs of the media items that this rank processes, by port
     routes: dict[Port, FeatureRoute]  # features that this rank sends and receives, by port
     # For each item in `media`: the data-parallel rank of its pack, and its index among the items of that rank.

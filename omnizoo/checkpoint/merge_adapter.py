@@ -45,7 +45,8 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     adapter = config.model.adapter
     if adapter is not None and adapter.base is not None:
         log.warning(
-            "--merge: the adapter was trained on a base in %s, but is merged into the original base", adapter.base
+            "--merge: the adapter was trained on a base model quantized to %s, but is merged into the original weights",
+            adapter.base,
         )
     model = build_model(spec, "fp32")
     if any(isinstance(module, Frozen) for module in model.modules()):

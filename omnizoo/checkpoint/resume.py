@@ -138,7 +138,7 @@ def _plan(config: Config, directory: Path) -> ResumePlan:
         if identity and identity.resume == "never" and num_restarts and resumed:
             return resumed
         raise UserError(
-            f"checkpoint.resume: never is not possible, because {directory} contains {existing[0].name} of a run. "
+            f"checkpoint.resume: `never` is set, but {directory} already contains the checkpoint {existing[0].name}. "
             f"{ADVICE}"
         )
 

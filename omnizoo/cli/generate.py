@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=path_argument,
         help="JSON file with a list of messages, or JSONL file whose rows have `messages`; messages may contain media "
-        "(default: the text in --prompt)",
+        "(use either --prompt or --messages)",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         default=[],
-        help="user message; may be repeated; not allowed with --messages (default: the file in --messages)",
+        help="user message; each one gets a response if the option is repeated; use either --prompt or --messages",
     )
     parser.add_argument(
         "--out",
@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: those of its family)",
     )
     parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: the model's default voice)")
-    parser.add_argument(
-        "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
-    )
+    parser.add_argument("--no-speech", action="store_true", help="generate only text, even if the model can also speak")
     parser.add_argument(
         "--base",
         metavar="DIR",

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     fits = result.peak.bytes <= usable_memory(place)
     advice: list[Advice] = []
     if not fits:
-        with progress.status("the step does not fit: testing changes of the config") as status:
+        with progress.status("the step does not fit: testing config changes") as status:
             advice = advise(config, place, result, status.update)
 
     plan = as_object(result, place, fits, advice)

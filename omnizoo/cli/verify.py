@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "fp64", "bf16"),
         default="fp32",
-        help="dtype of the layouts; bf16 results are compared with one process in fp32, and their tolerance is a "
-        "multiple of the error of one process in bf16 (default: fp32)",
+        help="dtype of the runs on several ranks (default: fp32); with bf16, they are compared with one process in "
+        "fp32, and the tolerance is a multiple of the error of one process in bf16",
     )
     parser.add_argument(
         "--device",

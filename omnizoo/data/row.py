@@ -52,7 +52,7 @@ class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip
 
     Args:
         message: Why the row cannot be used.
-        fixes: Changes of the config that make the row usable, the best one first.
+        fixes: Config changes that make the row usable, the best one first.
 
     Example::
 
@@ -70,7 +70,7 @@ def stop_message(bad_row: str) -> str:
     Args:
         bad_row: The location of the row, and why it cannot be used.
     """
-    return f"{bad_row.removesuffix('.')}. Set data.on_bad_row: skip to skip bad rows."
+    return f"{bad_row.removesuffix('.')}. Set `data.on_bad_row: skip` to skip bad rows."
 
 
 def check_characters(value: Any) -> None:

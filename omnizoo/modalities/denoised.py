@@ -197,7 +197,10 @@ class EncodedItem(Protocol):
         """Number of text tokens of the empty prompt; None if it is not encoded."""
 
     def read(self, empty_text: bool) -> Inputs:
-        """Return `mean`, `std` if there is one, and the conditions. With `empty_text`, those of the empty prompt."""
+        """Return `mean`, `std` (if it exists) and the conditions, such as `text`.
+
+        With `empty_text`, the conditions are those of the empty prompt.
+        """
 
 
 class LatentFile:

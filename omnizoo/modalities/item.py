@@ -30,7 +30,8 @@ class MediaSize:
     cost: float  # FLOPs of `encode` (with backward if trained) or of `targets`; ranks are balanced by cost
     targets: int | None = None  # for decoders only: contribution to the loss count; if None, `num_placeholders`
     num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
-    # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64); () is one run.
+    # Order of texts, runs of placeholder tokens (their lengths) and runs of nested items, such as
+    # ("<0.5 s>", 64, "<1.5 s>", 64). An empty tuple stands for a single run of `num_placeholders`.
     layout: tuple[str | int | NestedRun, ...] = ()
     # Sizes of nested items of the same media, keyed by modality.
     inside: Mapping[str, "MediaSize"] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class Recipe:
     # Multimodal families: (model, tokenizer folder, options) -> modalities, keyed by name. The model is on meta.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[MediaItem]], npt.NDArray[Any]] | None = (
-        None  # returns the position ids of one sample, [rows per token, tokens], see `Positions`
+        None  # returns the position ids of one sample, [position axes, tokens], see `Positions`
     )
     # Returns the bidirectional tokens of a model. None if all attention is causal.
     bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None

@@ -210,7 +210,7 @@ def _parts(published: PretrainedConfig) -> list[tuple[str, PretrainedConfig]]:
 
 
 def _text_width(fields: Mapping[str, Any], model_type: str) -> int | None:
-    """Return `hidden_size` of the nested config with `model_type`, the text config; None if there is none."""
+    """Return `hidden_size` of the nested config whose type is `model_type`; None if no config has this type."""
     for value in fields.values():
         if not isinstance(value, Mapping):
             continue

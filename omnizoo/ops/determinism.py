@@ -15,8 +15,8 @@ from omnizoo.ops.torch_private import deterministic_compiler, replaced
 
 log = logging.getLogger(__name__)
 
-# cuBLAS uses workspaces of a fixed size, and is then deterministic. torch and cuBLAS read the variable when the first
-# matmul runs.
+# This environment variable gives cuBLAS workspaces of a fixed size, so that it is deterministic. torch and cuBLAS read
+# it when the first matmul runs.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACE = ":4096:8"
 NOT_DETERMINISTIC = ("does not have a deterministic implementation", "Deterministic behavior was enabled")

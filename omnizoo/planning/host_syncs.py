@@ -25,7 +25,7 @@ class Sync:
     where: str  # file:line; a line of OmniZoo if any caller is in OmniZoo
     function: str  # function that contains the line
     kind: str  # `value` (read of a value), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
-    detail: str  # the operator, and the line that called it if it differs from `where`
+    detail: str  # the operator, and the line that called the operator if that line is not `where`
 
 
 def find_sync(kind: str, operator: str) -> Sync:

@@ -81,7 +81,7 @@ class RolloutReader:
     def to_score(self, rollouts: Sequence[Rollout], place: str) -> list[Sample]:
         """Return samples for scoring, with all response tokens as targets.
 
-        The column `place` numbers the response tokens consecutively over all rollouts.
+        Each sample has a column, named by `place`, with the index of each response token over all rollouts.
         """
         samples = []
         first = 0

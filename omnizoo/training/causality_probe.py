@@ -259,7 +259,7 @@ class _Run:
             position_rows.append(sample_positions)
         position_ids = torch.as_tensor(np.concatenate(position_rows, axis=1))
         if len(position_ids) > 1:
-            position_ids = position_ids[:, None]  # [rows per token, 1, tokens]
+            position_ids = position_ids[:, None]  # [position axes, 1, tokens]
 
         lengths = [len(ids) for ids in samples]
         spans = None

@@ -143,7 +143,7 @@ class Objective:
     def micro_batches(self, data: StepData, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step.
 
-        Also set the loss counts, the gradient synchronization and the dropout seed.
+        Set the loss counts once, and the gradient synchronization and the dropout seed before each micro-batch.
 
         Args:
             data: The data of the step, from `next_step`.

@@ -193,7 +193,7 @@ def joined_world(
         if not has_loader:
             config = config.with_packs_per_step(process.world_size * config.train.micro_batch)
         elif worker_count(config.data.workers):
-            start_server()  # start it now, because starting takes seconds
+            start_server()  # it needs seconds to start, so it starts before the mesh is built
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         yield download_on_ranks(config, mesh, process.local_rank), mesh

@@ -137,7 +137,8 @@ def complete_config(key: str) -> str:
     if key.startswith("model.foundation."):
         return "model: {foundation: {path: a}}\n" + data
     text = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
-    text += 'log: {callbacks: [{kind: "a:B"}]}\ntrain: {losses: [{}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
+    text += 'log: {callbacks: [{kind: "a:B"}]}\ntrain: {losses: [{}], batch_warmup: {steps: 3}}\n'
+    text += "checkpoint: {export: {every: 2}}\nevaluation: {metrics: [{kind: accuracy}]}\n"
     if key.startswith("evaluation.early_stop."):
         text = text.replace("evaluation: {", "evaluation: {every: 1, early_stop: {}, ")
     return text
@@ -150,11 +151,12 @@ EXCLUSIVE_VALUES = {
     "model.modalities.NAME.encoder": {"path": "p", "config": {"model_type": "qwen3"}},
     "model.modalities.NAME.decoder": {"path": "p", "config": {"model_type": "qwen3"}},
     "model.adapter": {"path": "p", "kind": "dora", "rank": 4, "alpha": 8.0, "targets": ["q"], "exclude": ["q"]}
-    | {"modules_to_save": ["q"], "init": "random"},
+    | {"modules_to_save": ["q"], "init": "random", "rank_pattern": {"q": 2}, "alpha_pattern": {"q": 4.0}}
+    | {"experts": "shared", "bias": "all"},
     "data.sources.N": {"path": "p", "rows": "a:b", "given": "g"},
     "data.eval_sources.N": {"path": "p", "rows": "a:b", "given": "g"},
     "train": {"epochs": 2.0, "steps": 5, "warmup_ratio": 0.5, "warmup_steps": 3}
-    | {"tokens_per_step": 4096, "packs_per_step": 4},
+    | {"tokens_per_step": 4096, "packs_per_step": 4, "samples_per_step": 16},
     "optimizer.groups.N": {"freeze": True, "lr": 0.1, "weight_decay": 0.1, "kind": "muon", "options": {"eps": 0.1}},
 }
 # Keys that are only valid together with another key of the same alternative.

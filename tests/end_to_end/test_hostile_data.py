@@ -214,7 +214,7 @@ def test_endless_template_raises(tmp_path: Path) -> None:
 def test_row_with_endless_template_is_a_bad_row(tmp_path: Path) -> None:
     template = "{% if 'bomb' in messages[0].content %}" + LOOPS + "{% endif %}" + CHATML
     renderer = Renderer(make_tokenizer(tmp_path, template), append_eos=True)
-    with pytest.raises(BadRow, match="of processor time for this row"):
+    with pytest.raises(BadRow, match="of CPU time for this row"):
         renderer.render({"messages": [{"role": "user", "content": "bomb"}, TURNS[1]]})
     assert renderer.render({"messages": TURNS}).is_target.any()
 

@@ -444,15 +444,15 @@ IF_BOMB = "{% if 'bomb' in messages[0].content %}"
 TEMPLATES: dict[str, tuple[str, str]] = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "model.tokenizer"),
     "a loop that a condition empties": (
-        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}", "processor time"
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}", "CPU time"
     ),
     "macros that call each other twice": (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "processor time"
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "CPU time"
     ),
     "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "a text that doubles": (DOUBLES, "memory"),
     "lists that double": (NESTS, "the chat template"),
-    "numbers that square": (SQUARES, "processor time"),
+    "numbers that square": (SQUARES, "CPU time"),
     "a power without end": ("{{ 9 ** (9 ** 9) }}", "the chat template"),
     "a text of 10 GB": ("{{ 'a' * 10000000000 }}", "memory"),
     "a text of 100 MB": ("{{ 'a' * 100000000 }}", "characters"),

@@ -21,7 +21,7 @@ def new_modality(args: argparse.Namespace) -> int:
     folder = args.out or Path()
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
         raise UserError(
-            f"new modality {name}: not a valid name. Use the name of a Python module in lower case, such as thermal."
+            f"new modality {name}: not a valid module name. Use a lowercase Python identifier, such as thermal."
         )
     templates = {folder / f"{name}.py": "modality.py.jinja", folder / f"test_{name}.py": "test_modality.py.jinja"}
     for path in templates:

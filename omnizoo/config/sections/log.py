@@ -41,7 +41,8 @@ class LogSection(ConfigSection):
     (docs/how-to/speed.md). Default: no profile."""
 
     profile_ranks: Literal["first", "all"] = "first"
-    """Ranks that record a trace: only rank 0 (`first`) or `all` ranks. The summary always describes rank 0."""
+    """Ranks that record a trace: only rank 0 (`first`) or `all` ranks. `profile/summary.json` always describes rank
+    0."""
 
     tensorboard: bool = True
     """Whether to write TensorBoard events to the run folder."""

@@ -152,12 +152,13 @@ def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
         if largest is not None:
             largest_item = f" The largest item, {largest.media.name}, has {largest.size.num_placeholders} tokens."
         raise BadRow(
-            f"{too_long}, and rows with media are never split. Set data.overlong: truncate to truncate them."
+            f"{too_long}, and rows with media are never split. Set `data.overlong: truncate` to truncate them."
             + largest_item
         )
     if rendered.responses:
         raise BadRow(
-            f"{too_long}, and preference rows are never split. Set data.overlong: truncate to truncate their responses."
+            f"{too_long}, and preference rows are never split. Set `data.overlong: truncate` to truncate their "
+            "responses."
         )
 
 

@@ -14,7 +14,7 @@ from omnizoo.data.rows.messages import Message
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 # Limits for rendering one conversation. Real templates need far less.
-MAX_SECONDS = 2.0  # processor time
+MAX_SECONDS = 2.0  # CPU time
 MAX_MEMORY = 1 << 30  # bytes
 MAX_CHARACTERS = 1 << 24  # length of the rendered text
 
@@ -87,7 +87,7 @@ class ChatTemplate:
         except TEMPLATE_ERRORS as error:
             raise TemplateRefusal(f"the chat template rejects these messages: {error}") from None
         except OutOfTime:
-            self._raise_exceeded(f"needs more than {MAX_SECONDS:g} s of processor time")
+            self._raise_exceeded(f"needs more than {MAX_SECONDS:g} s of CPU time")
         except MemoryError:
             self._raise_exceeded(f"needs more than {MAX_MEMORY >> 20:,} MiB of memory")
         except Exception as error:  # such as ZeroDivisionError or RecursionError

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-CHECK_INTERVAL = 0.2  # seconds between two checks of the processor time
+CHECK_INTERVAL = 0.2  # seconds between two checks of the CPU time
 PROCESS_SIZE = Path("/proc/self/statm")  # contains the size of this process; exists on Linux only
 _limits_memory = ContextVar("limits_memory", default=False)  # whether `memory_limits` is active
 
@@ -40,7 +40,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
     process could fail because of it.
 
     Args:
-        seconds: Maximum processor time. Unlike real time, it does not depend on the load of the machine.
+        seconds: Maximum CPU time. Unlike wall-clock time, it does not depend on the load of the machine.
         memory: Maximum number of bytes by which the process may grow. It has no effect on systems other than Linux.
     """
     with ExitStack() as stack:
@@ -63,10 +63,10 @@ def memory_limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Context manager: raise `OutOfTime` when the code in the block exceeds a processor time.
+    """Context manager: raise `OutOfTime` if the block uses more than `seconds` of CPU time.
 
-    A timer sends signals, because signals interrupt even a single long operation. The timer counts real time, and its
-    handler checks the processor time, because timers of processor time may stop in virtual machines. A timer that was
+    A timer sends signals, because signals interrupt even a single long operation. The timer counts wall-clock time,
+    and its handler checks the CPU time, because timers of CPU time may stop in virtual machines. A timer that was
     active before the block is restored afterwards.
     """
     end = time.thread_time() + seconds

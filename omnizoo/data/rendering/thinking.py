@@ -27,8 +27,8 @@ from omnizoo.data.rows.messages import Message
 
 # What to do if the template drops reasoning.
 DROPPED = (
-    "Set data.thinking_tags to write `reasoning_content` into the content, or data.thinking: drop to train on "
-    "responses without reasoning."
+    "Set data.thinking_tags to write `reasoning_content` into the content, or set `data.thinking: drop` to "
+    "train on responses without reasoning."
 )
 
 

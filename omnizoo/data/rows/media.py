@@ -148,8 +148,8 @@ class RowMedia:
         """Return the error for a column whose items have no tags."""
         fix = Fix(f"{self.schema.key}.untagged_media", "first", f"no text has a tag <{name}>")
         return BadRow(
-            f"<{name}> occurs 0 times, but `{name}s` has {len(self.columns[name])} items. Set {fix.key}: first to put "
-            "them at the beginning of the first user message.",
+            f"<{name}> occurs 0 times, but `{name}s` has {len(self.columns[name])} items. Set `{fix.key}: first` to "
+            "put them at the beginning of the first user message.",
             [fix],
         )
 

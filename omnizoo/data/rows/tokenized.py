@@ -96,9 +96,7 @@ def _first_other(value: Any, array: npt.NDArray[Any]) -> str:
 def _without_fractions(array: npt.NDArray[Any], name: str) -> Integers:
     """Convert a mask of booleans or floats to integers. Raises `BadRow` unless all values are 0 or 1."""
     if not np.isin(array, (0, 1)).all():
-        raise BadRow(
-            f"`{name}` contains a value other than 0 and 1, but loss weights for single tokens are not supported."
-        )
+        raise BadRow(f"`{name}` contains a value other than 0 and 1. Weights of single tokens are not supported.")
     return array.astype(np.int64)
 
 

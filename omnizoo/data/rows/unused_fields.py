@@ -177,7 +177,7 @@ class RowFields:
         Args:
             present: The fields that are neither empty nor ignored.
             row: The whole row, for error messages.
-            fixes: Changes of the config that make a row without a conversation usable.
+            fixes: Config changes that make a row without a conversation usable.
 
         Raises:
             BadRow: If the row cannot be used.
@@ -240,7 +240,7 @@ class RowFields:
             raise BadRow(self.unused_message(unused, location), fixes)
 
     def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
-        """Return changes of the config that make a row with unused fields usable.
+        """Return config changes that make a row with unused fields usable.
 
         They either use the fields (with a preference loss), or drop them if this does not change the training. The
         list is empty if neither is possible.

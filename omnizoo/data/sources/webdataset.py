@@ -161,7 +161,7 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
                 kinds[kind.lower()] = (member.offset_data, member.size)
             check_tar_end(path, tar.offset)
     except (tarfile.TarError, *CODE_ERRORS) as error:  # some damage raises errors other than TarError
-        raise UserError(f"{path}: not a readable tar file without compression: {first_line(error)}") from None
+        raise UserError(f"{path}: cannot be read as an uncompressed tar file: {first_line(error)}") from None
     return samples, unusable
 
 

@@ -286,7 +286,7 @@ class EncodeFlops:
     """FLOPs of converting audio to codes."""
 
     per_frame: float  # FLOPs per frame, without attention
-    positions: float  # attention positions per frame; 0 if the codec has no attention
+    positions: float  # positions that attention processes per frame; 0 if the codec has no attention
     config: PreTrainedConfig
 
     @classmethod

@@ -12,7 +12,7 @@ from omnizoo.ops.device import to_device
 
 @dataclass(frozen=True)
 class Features:
-    """Encoder features or decoder targets, one row for each token of this rank."""
+    """Encoder features or decoder targets, one row for each token of this rank that has one."""
 
     values: torch.Tensor  # [N, width], one row for each of N tokens
     index: torch.Tensor  # [N], int64: token of each row, in this rank's slice

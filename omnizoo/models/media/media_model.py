@@ -19,7 +19,7 @@ from omnizoo.modalities.item import Ids, MediaItem, Port, Role
 from omnizoo.models.media.batch import MediaBatch
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
-# Returns the position ids of one sample, [rows per token, tokens]. M-RoPE has 4 rows: text, time, height and width.
+# Returns the position ids of one sample, [position axes, tokens]. M-RoPE has 4 axes: text, time, height and width.
 Positions = Callable[[Ids, Sequence[MediaItem]], npt.NDArray[Any]]
 
 

@@ -1,4 +1,8 @@
-"""Random initialization of a model on meta. Every weight is initialized, even if the rules of its family omit it."""
+"""Random initialization of a model on meta.
+
+Weights that the `_init_weights` of the family skips are initialized, too. A weight that nothing initializes is an
+error.
+"""
 
 from collections.abc import Callable, Iterator
 

@@ -28,7 +28,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def splits_of(tensor: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup, str, int]]:
-    """Yield (group of ranks, mesh axis, dim) for each dim of `tensor` that is split. The last dim is -1."""
+    """Yield (process group, mesh axis, dim) for each sharded dim of `tensor`. Dims are counted from the end (-1)."""
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh

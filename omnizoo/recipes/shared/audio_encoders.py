@@ -115,7 +115,7 @@ class MaskedWindowEncoder(AudioTowerEncoder):
         return projected
 
     def run_tower(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
-        """Return the tower's features, `[windows, positions or merged positions, width]`."""
+        """Return the tower's features, `[windows, positions, width]`. Some towers merge neighboring positions first."""
         positions = torch.arange(self.positions, device=mels.device)
         is_audio = torch.stack([positions < self.audio_positions(count) for count in frames])
         mask = is_audio[:, None, None].expand(-1, 1, self.positions, -1)

@@ -161,7 +161,7 @@ def test_overlong_rows_are_split_or_dropped_and_counted() -> None:
 
 def test_bad_row_raises_with_location_and_reason() -> None:
     lane = lane_of([numbers(10, bad=frozenset({6}))], lanes=1)
-    with pytest.raises(UserError, match=r"numbers:7: bad on purpose\. Set data.on_bad_row: skip"):
+    with pytest.raises(UserError, match=r"numbers:7: bad on purpose\. Set `data.on_bad_row: skip`"):
         packs(lane, 10)
 
 

@@ -596,11 +596,11 @@ def test_unusable_tar_files_and_members_raise(tmp_path: Path, renderer: Renderer
             renderer.render(source.read(row), find=lambda name, row=row: source.find(row, name))
     content = (tmp_path / "bad.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(content[: 512 + 100])
-    with pytest.raises(UserError, match=r"cut\.tar: not a readable tar file"):
+    with pytest.raises(UserError, match=r"cut\.tar: cannot be read as an uncompressed tar file"):
         opened(tmp_path / "cut.tar")
     with tarfile.open(tmp_path / "packed.tar", "w:gz"):
         pass
-    with pytest.raises(UserError, match=r"packed\.tar: not a readable tar file without compression"):
+    with pytest.raises(UserError, match=r"packed\.tar: cannot be read as an uncompressed tar file"):
         opened(tmp_path / "packed.tar")
     (tmp_path / "mixed").mkdir()
     write_tar(tmp_path / "mixed" / "0.tar", {"a.txt": "x"})
@@ -652,7 +652,7 @@ def test_row_with_item_larger_than_a_pack_is_skipped_or_raises(folder: Path, ren
     with pytest.raises(
         UserError,
         match=rf"{re.escape(str(path))}:1: \d+ tokens are more than data\.pack_tokens \(48\).*largest item, image "
-        r"given as list, has 50 tokens\. Set data\.on_bad_row: skip",
+        r"given as list, has 50 tokens\. Set `data\.on_bad_row: skip`",
     ):
         lane_of(renderer, path, lanes=1, shuffle=False, overlong=overlong).next_pack()
     lane = lane_of(renderer, path, lanes=1, shuffle=False, overlong=overlong, look_ahead=1, on_bad_row="skip")
