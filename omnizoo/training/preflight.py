@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -33,6 +34,7 @@ from omnizoo.training.evaluation.responses import check_samples
 from omnizoo.training.losses.base import losses_of_rows
 from omnizoo.training.optimizers.build import check_optimizer
 from omnizoo.training.optimizers.schedule import learning_rate
+from omnizoo.training.precompute.check import check_precomputed
 
 log = logging.getLogger(__name__)
 
@@ -124,12 +126,16 @@ def check_same_model(config: Config, mesh: Mesh) -> None:
         )
 
 
-def check_rows(readers: Sequence[Reader | None], mesh: Mesh) -> None:
-    """Check that rows passed from Python are the same on all ranks. Rows from files need no check.
+def check_rows(readers: Sequence[Reader | None], model: nn.Module, mesh: Mesh) -> None:
+    """Check precomputed rows, and that rows passed from Python are the same on all ranks.
 
     Raises:
-        UserError: If a rank has different rows than rank 0.
+        UserError: If a rank has different rows than rank 0, or rows were precomputed with another model.
     """
+    for reader in readers:
+        if reader is not None:
+            check = partial(check_precomputed, reader, reader.config, model)
+            sync_errors(mesh, check if mesh.is_first else lambda: None)
     if mesh.layout.world == 1:
         return
     for reader in readers:

@@ -12,7 +12,7 @@ from omnizoo.models.adapters.expert_matrices import expert_targets
 from omnizoo.models.adapters.lora import attached, matches
 from omnizoo.models.build import build_model
 from omnizoo.models.diffusion.denoiser import is_denoiser, small_denoiser
-from omnizoo.models.diffusion.samples import pipeline_of
+from omnizoo.models.diffusion.samples import SampleSizes, pipeline_of
 from omnizoo.models.hf_private import is_experts
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.recipe import recipe_from_config, recipe_of
@@ -21,7 +21,8 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.training.causality_probe import probe
 
 PACK_TOKENS = 96  # maximum pack length
-DENOISER_TOKENS = 150  # maximum pack length for a diffusion transformer: one to five samples
+DENOISER_TOKENS = 50  # maximum number of tokens of the latents of a small sample
+DENOISER_SAMPLES = 2  # minimum number of such samples in a pack
 TILE_TOKENS = 7  # maximum `parallel.tile_tokens`; small enough to split each rank's tokens of a short pack
 RANK = 4  # maximum rank of an adapter
 SAMPLES_PER_RANK = 3  # with `train.samples_per_step`
@@ -78,7 +79,8 @@ def _shrink_denoiser(config: Config, world: int, precision: str) -> Config:
     small = config.model.model_copy(
         update={"path": None, "config": small_denoiser(config.model), "pipeline": str(folder.path), "part": None}
     )
-    data: dict[str, Any] = {"lanes": world, "workers": 0, "pack_tokens": DENOISER_TOKENS, "text_dropout": 0.0}
+    pack_tokens = DENOISER_SAMPLES * (DENOISER_TOKENS + SampleSizes.of(config.model).small_text_tokens)
+    data: dict[str, Any] = {"lanes": world, "workers": 0, "pack_tokens": pack_tokens, "text_dropout": 0.0}
     if config.train.samples_per_step is None:
         data["look_ahead"] = 16
     config = _with_small_steps(config, world, precision).changed(data=data)

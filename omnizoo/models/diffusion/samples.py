@@ -26,7 +26,7 @@ from omnizoo.models.diffusion.recipe import DiffusionRecipe, diffusion_recipe_of
 
 GUIDANCE = "guidance"  # condition that is a number, the same for all samples of a run
 DUMMY_PATCHES = 4  # patches per side of the latents of a dummy sample
-DUMMY_TEXT_TOKENS = 8
+SMALL_TEXT_TOKENS = 12
 
 
 def pipeline_of(model: ModelSection) -> PipelineFolder:
@@ -179,11 +179,16 @@ class SampleSizes:
         return self.recipe.patch(self.config)
 
     @property
+    def small_text_tokens(self) -> int:
+        """Number of text tokens of dummy samples and small copies. Some models need their published number."""
+        return self.recipe.fixed_text_tokens(self.config) or SMALL_TEXT_TOKENS
+
+    @property
     def dummy_shape(self) -> tuple[int, ...]:
         """The batch shape of a dummy sample: latents, and text tokens."""
         frames, height, width = self.patch
         sides = (frames, DUMMY_PATCHES * height, DUMMY_PATCHES * width)
-        return (latent_channels(self.config), *sides, DUMMY_TEXT_TOKENS)
+        return (latent_channels(self.config), *sides, self.small_text_tokens)
 
     def zero_sample(self, batch_shape: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return an encoded sample of zeros with a batch shape: latents, and text tokens."""

@@ -10,7 +10,6 @@ from omnizoo.models.diffusion.samples import SampleSizes, pipeline_of
 from omnizoo.training.denoising.simulated_items import SimulatedItem
 
 Simulated = Literal["full", "small"]
-SMALL_TEXT = 12  # number of text tokens of a simulated small sample
 
 
 def denoiser_inputs(config: Config, simulated: Simulated | None = None) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def denoiser_inputs(config: Config, simulated: Simulated | None = None) -> dict[
     if simulated is not None:
         is_small = simulated == "small"
         if is_small:
-            sizes = replace(sizes, fixed_text_tokens=SMALL_TEXT, text_sizes=None)
+            sizes = replace(sizes, fixed_text_tokens=sizes.small_text_tokens, text_sizes=None)
         for name, modality in modalities.items():
             assert isinstance(modality.decoder, DenoisedItem)
             modalities[name] = replace(modality, decoder=SimulatedItem(modality.decoder, sizes, is_small))
