@@ -29,6 +29,7 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallelize.memory import check_memory, saved_bytes
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.causality_probe import ProbeResult, dropout_of_media, probe
+from omnizoo.training.evaluation.pipeline_samples import check_denoiser_settings
 from omnizoo.training.evaluation.responses import check_samples
 from omnizoo.training.losses.base import losses_of_rows
 from omnizoo.training.optimizers.build import check_optimizer
@@ -97,6 +98,7 @@ def check_model(model: nn.Module, config: Config, mesh: Mesh, checkpoint_dir: Pa
     if probe_result is not None:
         warn_about_probe(probe_result, model, mesh.layout, config.train.micro_batch)
     sync_errors(mesh, lambda: check_memory(model, mesh, config))
+    sync_errors(mesh, lambda: check_denoiser_settings(model, config))
     sync_errors(mesh, lambda: check_samples(model, mesh, config))
     sync_errors(mesh, lambda: check_disk_space(model, config, checkpoint_dir) if mesh.is_first else None)
 
