@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=path_argument,
         help="JSON file with a list of messages, or JSONL file whose rows have `messages`; messages may contain media "
-        "(use either --prompt or --messages)",
+        "(default: the text in --prompt)",
     )
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         default=[],
-        help="user message; each one gets a response if the option is repeated; use either --prompt or --messages",
+        help="user message; if the option is repeated, each message gets a response (default: the file in --messages)",
     )
     parser.add_argument(
         "--out",
