@@ -1,6 +1,7 @@
 """`omnizoo data inspect`: show samples as the model receives them, and statistics about the data of a run.
 
-The output is printed and, with `--out`, written as an HTML page with thumbnails.
+The output is printed and, with `--out`, written as an HTML page with thumbnails. The action `precompute` is in
+data_precompute.py.
 """
 
 import argparse
@@ -37,18 +38,42 @@ MAX_BAD_GROUPS = 20  # maximum number of printed groups of bad rows
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo data`."""
-    parser.add_argument("action", metavar="inspect", choices=("inspect",), help="the word `inspect`")
+    actions = ("inspect", "precompute")
+    parser.add_argument("action", metavar="ACTION", choices=actions, help="`inspect` or `precompute`")
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("--samples", metavar="N", type=int, default=5, help="number of samples to show (default: 5)")
+    parser.add_argument("--samples", metavar="N", type=int, help="inspect: number of samples to show (default: 5)")
     parser.add_argument(
         "--out",
-        metavar="FILE",
+        metavar="PATH",
         type=path_argument,
-        help="HTML file for samples with thumbnails, and statistics (default: none)",
+        help="inspect: HTML file for samples with thumbnails, and statistics (default: none); precompute: folder to "
+        "write (required)",
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="precompute: number of processes to start on this machine (default: 1)"
+    )
+    parser.add_argument(
+        "--shard-rows", metavar="N", type=int, help="precompute: number of rows per shard (default: 64)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the action. Returns the exit code."""
+    unused = {"inspect": ("nproc", "shard_rows"), "precompute": ("samples",)}[args.action]
+    for name in unused:
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option}: not an option of `omnizoo data {args.action}`. Remove it.")
+    if args.action == "precompute":
+        from omnizoo.cli import data_precompute
+
+        return data_precompute.run(args)
+    if args.samples is None:
+        args.samples = 5
+    return inspect(args)
+
+
+def inspect(args: argparse.Namespace) -> int:
     """Print samples and statistics, and write the page. Returns 0; bad rows raise an error as in training."""
     config = load_config(args.config, args.overrides)
     out: Path | None = args.out

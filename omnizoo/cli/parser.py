@@ -24,7 +24,7 @@ COMMANDS = {
     "doctor": "Check this machine and its packages",
     "plan": "Estimate memory, communication and speed without a device",
     "verify": "Compare layouts with one process",
-    "data": "Show samples as the model receives them, their lengths and mix",
+    "data": "Show samples as the model receives them, or precompute latents and codes",
     "launch": "Print a job file for Slurm or Kubernetes",
     "convert": "Convert the config of another trainer",
     "new": "Write a first config for a model and data, or the files of a new modality",

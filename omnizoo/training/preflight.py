@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -28,10 +29,12 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallelize.memory import check_memory, saved_bytes
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.causality_probe import ProbeResult, dropout_of_media, probe
+from omnizoo.training.evaluation.pipeline_samples import check_denoiser_settings
 from omnizoo.training.evaluation.responses import check_samples
 from omnizoo.training.losses.base import losses_of_rows
 from omnizoo.training.optimizers.build import check_optimizer
 from omnizoo.training.optimizers.schedule import learning_rate
+from omnizoo.training.precompute.check import check_precomputed
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ def check_model(model: nn.Module, config: Config, mesh: Mesh, checkpoint_dir: Pa
     if probe_result is not None:
         warn_about_probe(probe_result, model, mesh.layout, config.train.micro_batch)
     sync_errors(mesh, lambda: check_memory(model, mesh, config))
+    sync_errors(mesh, lambda: check_denoiser_settings(model, config))
     sync_errors(mesh, lambda: check_samples(model, mesh, config))
     sync_errors(mesh, lambda: check_disk_space(model, config, checkpoint_dir) if mesh.is_first else None)
 
@@ -122,12 +126,16 @@ def check_same_model(config: Config, mesh: Mesh) -> None:
         )
 
 
-def check_rows(readers: Sequence[Reader | None], mesh: Mesh) -> None:
-    """Check that rows passed from Python are the same on all ranks. Rows from files need no check.
+def check_rows(readers: Sequence[Reader | None], model: nn.Module, mesh: Mesh) -> None:
+    """Check precomputed rows, and that rows passed from Python are the same on all ranks.
 
     Raises:
-        UserError: If a rank has different rows than rank 0.
+        UserError: If a rank has different rows than rank 0, or rows were precomputed with another model.
     """
+    for reader in readers:
+        if reader is not None:
+            check = partial(check_precomputed, reader, reader.config, model)
+            sync_errors(mesh, check if mesh.is_first else lambda: None)
     if mesh.layout.world == 1:
         return
     for reader in readers:

@@ -390,7 +390,7 @@ def _open_data(bundle: ModelBundle, mesh: Mesh) -> tuple[Loader, Reader | None, 
     """Return the loader, the reader of held-out data, and this rank's held-out packs, keyed by source."""
     loader = sync_errors(mesh, lambda: bundle.loader(mesh))
     held_out_reader = sync_errors(mesh, bundle.held_out_reader)
-    check_rows([loader.reader, held_out_reader], mesh)
+    check_rows([loader.reader, held_out_reader], bundle.model, mesh)
     packs = sync_errors(mesh, lambda: read_parts(held_out_reader, mesh) if held_out_reader else {})
     return loader, held_out_reader, packs
 

@@ -102,7 +102,7 @@ def test_pack_table_round_trips_through_messages(seed: int) -> None:
     for source in sorted(set(sources)):
         segments = [i for i, other in enumerate(sources) if other == source]
         targets = sum(int(is_target[i].sum()) for i in segments)
-        weights = targets * weight(pack) / pack.num_targets
+        weights = targets * float(pack.columns["loss_weights"][0])
         preferences = [sum(roles[i] == role for i in segments) for role in PREFERENCES.values()]
         answers = sum(bool(is_target[i].any()) for i in segments)
         counts.append(

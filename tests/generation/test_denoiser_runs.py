@@ -137,3 +137,22 @@ def test_generate_with_an_unusable_setting_raises(
     with pytest.raises(UserError, match=message):
         omnizoo.generate(runs / "flux", "picture", out=tmp_path / "media", **arguments)
     assert not (tmp_path / "media").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"evaluation": {"samples": 2, "every": 1, "pipeline": {"steps": 2}}}, "evaluation.pipeline: FluxPipeline"),
+        ({"evaluation": {"samples": 2, "every": 1, "temperature": 0.5}}, "evaluation.temperature"),
+        ({"evaluation": {"samples": 2, "every": 1, "metrics": ["exact_match"]}}, "evaluation.metrics.0"),
+        ({"checkpoint": {"export": {"every": 1}}}, "checkpoint.export"),
+    ],
+)
+def test_run_with_an_unusable_setting_raises(
+    section: dict[str, Any], key: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((runs / "full.yaml").read_text()) | section | {"log": {"dir": str(tmp_path / "run")}}
+    (tmp_path / "wrong.yaml").write_text(json.dumps(config))
+    assert main(["train", str(tmp_path / "wrong.yaml")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert key in error

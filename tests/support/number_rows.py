@@ -14,12 +14,12 @@ from omnizoo.data.loading.reader import Reader
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sample import RenderedRow
-from omnizoo.data.sources.base import Rows
+from omnizoo.data.sources.base import Rows, RowSource
 from omnizoo.data.token_fields import make_columns
 
 
 @dataclass
-class Numbers:
+class Numbers(RowSource):
     """A source of rows that are their own number."""
 
     extents: Rows

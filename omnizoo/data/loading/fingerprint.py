@@ -22,6 +22,7 @@ from omnizoo.data.sources.hf_datasets import HFDataset
 from omnizoo.data.sources.jsonl import IndexedFile
 from omnizoo.data.sources.open import Concatenation
 from omnizoo.data.sources.parquet import ParquetFile
+from omnizoo.data.sources.precomputed import PrecomputedRows
 from omnizoo.data.sources.python_rows import PythonRows
 from omnizoo.data.sources.renamed_columns import RenamedRows
 from omnizoo.data.sources.subset import RowSubset
@@ -49,6 +50,8 @@ def content_of(source: RowSource) -> dict[str, Any]:
         if isinstance(part, IndexedFile | WebDatasetFile | ParquetFile):
             _add_layout(layout, part)
             files.append(part.path)
+            if isinstance(part, PrecomputedRows):  # it has the hashes of the shards
+                files.append(part.content.file)
         elif isinstance(part, HFDataset):
             for row in _evenly_spaced(len(part), DATASET_ROWS):
                 content.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))

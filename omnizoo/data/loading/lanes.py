@@ -7,7 +7,6 @@ The order of rows can be computed for any position in any epoch, so resuming doe
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
-from functools import partial
 from typing import Any
 
 from omnizoo.config.errors import UserError
@@ -220,10 +219,10 @@ class Lane:
         """Read a row, render it and split it into samples. For the KTO baseline, add a response from another row."""
         source = self.sources[i]
         fields = source.read(row)
-        find = partial(source.find, row)
+        find = source.files(row)
 
         def render(other: Row | None = None, other_number: int = row) -> SampleSplit:
-            find_other = partial(source.find, other_number)
+            find_other = source.files(other_number)
             samples = self.reader.renderer.render_samples(fields, (i, epoch, row), find, other, find_other)
             return fit_all_to_packs(i, epoch, row, samples, self.data)
 

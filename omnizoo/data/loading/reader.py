@@ -19,6 +19,7 @@ from omnizoo.data.sources.base import RowSource
 from omnizoo.data.sources.open import open_source
 from omnizoo.modalities.base import Encoder, Modality, find_module
 from omnizoo.modalities.item import MediaItem
+from omnizoo.modalities.precomputed import StoredTargets
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
 FORMAT_ROWS = 8  # maximum number of rows to read until one shows the format of its source
@@ -52,7 +53,8 @@ class Reader:
             BadMedia: If the media cannot be decoded.
         """
         module = find_module(self.modalities, item.port)
-        inputs = module.prepare(item.media)
+        stored = item.media.value
+        inputs = stored.read() if isinstance(stored, StoredTargets) else module.prepare(item.media)
         if not isinstance(module, Encoder):
             return [replace(item, raw=None, inputs=inputs | item.notes, notes={})]
         if self.config.train.precision == "bf16":

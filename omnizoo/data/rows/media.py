@@ -17,10 +17,12 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row import DEFAULT_SCHEMA, BadRow, Fix, Row, SourceSchema
 from omnizoo.data.rows.unused_fields import RowFields
+from omnizoo.data.sources.base import RowFiles
 from omnizoo.data.sources.remote import is_address
 from omnizoo.modalities.base import Decoder, Encoder, Follower, LikelihoodDecoder, Modality
 from omnizoo.modalities.item import MediaItem, MediaSize, NestedRun, Port
 from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media, MissingMedia
+from omnizoo.modalities.precomputed import StoredTargets
 
 Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by its name in a row
 
@@ -358,6 +360,9 @@ class RowMedia:
             BadRow: If the item cannot be read or measured, or has an unknown option.
         """
         label = f"{name} (item {len(self.items)})"
+        stored = self._stored_targets(name, module)
+        if stored is not None:
+            return Media(name, stored, {}, seed_of(*self.key, len(self.items))), stored.size
         try:
             value, options_of_value = read_value(value, self.find)
             options = options_of_value | {key: part for key, part in options.items() if part != AUTO.get(key)}
@@ -373,6 +378,18 @@ class RowMedia:
             raise BadRow(f"{label}: {missing}{hint}", [fix]) from None
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
+
+    def _stored_targets(self, name: str, module: Encoder | Decoder | Follower) -> StoredTargets | None:
+        """Return the targets of the next item if they were computed before the run; otherwise None."""
+        if not isinstance(self.find, RowFiles):
+            return None
+        stored = self.find.stored.get(len(self.items))
+        if stored is not None and (stored.port.modality != name or not isinstance(module, Decoder)):
+            raise BadRow(
+                f"{name} (item {len(self.items)}) does not match the precomputed targets of {stored.port}. Run omnizoo "
+                "data precompute with this config."
+            )
+        return stored
 
     def _add_followed(self, name: str, media: Media, size: MediaSize) -> None:
         """Collect an item that a follower generates. The sequence contains no text for it."""

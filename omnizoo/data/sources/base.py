@@ -2,7 +2,8 @@
 
 import stat
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from omnizoo.data.row import Row
 from omnizoo.modalities.media import BadMedia, MissingMedia, kind_of_file
+from omnizoo.modalities.precomputed import StoredTargets
 
 Rows = npt.NDArray[np.int64]  # row numbers, or numbers of rows
 EXTENT = 256  # number of rows in an extent, for sources with fast random access
@@ -76,9 +78,26 @@ class RowSource(ABC):
         """
         return MediaFolder(Path(), Path().resolve()).find(name)
 
+    def files(self, row: int) -> "RowFiles":
+        """Return a function that finds the media files of a row by name. See `find`."""
+        return RowFiles(self, row)
+
     def where(self, row: int) -> str:
         """Return the location of a row for error messages, such as `rows.jsonl:17`."""
         return f"{type(self).__name__} row {row}"
+
+
+@dataclass(frozen=True)
+class RowFiles:
+    """Finds the media files of one row, and items of the row that were encoded before the run."""
+
+    source: RowSource
+    row: int
+    stored: Mapping[int, StoredTargets] = field(default_factory=dict)  # by the index of the item in the row
+
+    def __call__(self, name: str) -> Path | bytes:
+        """Find a media file. See `RowSource.find`."""
+        return self.source.find(self.row, name)
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,11 @@ class RowView(RowSource):
         """Find a media file with the source that contains the row."""
         source, number = self.locate(row)
         return source.find(number, name)
+
+    def files(self, row: int) -> RowFiles:
+        """Return the files of a row in the source that contains it."""
+        source, number = self.locate(row)
+        return source.files(number)
 
     def where(self, row: int) -> str:
         """Return the location of a row in the source that contains it."""

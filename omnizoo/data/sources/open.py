@@ -27,6 +27,7 @@ from omnizoo.data.sources.csv_tsv import CsvFile
 from omnizoo.data.sources.hf_datasets import open_with_datasets
 from omnizoo.data.sources.jsonl import JsonArrayFile, JsonlFile, is_array
 from omnizoo.data.sources.parquet import GroupCache, ParquetFile
+from omnizoo.data.sources.precomputed import PrecomputedRows, is_precomputed
 from omnizoo.data.sources.python_rows import open_rows
 from omnizoo.data.sources.remote import Remote, RemoteFolder, is_address
 from omnizoo.data.sources.renamed_columns import RenamedRows, check_columns
@@ -168,6 +169,10 @@ def open_path(
         if downloaded is not None and spec.media_dir is None:
             root = downloaded.root  # the files in a snapshot are links to files in another folder
         return MediaFolder(base, None if media_outside else root.resolve())
+
+    if is_precomputed(path):
+        media_folder = None if spec.media_dir is None else folder_of(path)
+        return PrecomputedRows(path, media_outside, OpenFiles(), media_folder)
 
     is_saved_dataset = any((path / name).exists() for name in SAVED)
     try:

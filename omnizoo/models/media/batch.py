@@ -12,6 +12,7 @@ import torch
 
 from omnizoo.modalities.base import Decoder, Encoder, Follower, SharedTower
 from omnizoo.modalities.item import Inputs, MediaItem, Port
+from omnizoo.modalities.precomputed import TARGETS
 from omnizoo.models.media.features import MediaFeatures, TargetLikelihood
 from omnizoo.ops.device import to_device
 
@@ -76,7 +77,13 @@ class MediaBatch:
         They are computed in at least fp32, because codes and losses are sensitive to rounding.
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return self._compute(self.items[port], decoder.targets, decoder.dummy_input, dtype)
+
+        def compute(items: Sequence[Inputs]) -> torch.Tensor:
+            if not any(TARGETS in item for item in items):
+                return decoder.targets(items)
+            return torch.cat([item[TARGETS] if TARGETS in item else decoder.targets([item]) for item in items])
+
+        return self._compute(self.items[port], compute, decoder.dummy_input, dtype)
 
     def _compute(
         self,

@@ -59,7 +59,10 @@ def grow(config: Any, tokens: int, model: ModelSection) -> None:
 
 def ends(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the weights of `model` that have a row for each token, keyed by name. Tied weights are returned once."""
-    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    try:
+        modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except NotImplementedError:  # a model without tokens, such as a codec
+        return {}
     ids: set[int] = set()
     for module in modules:
         if isinstance(module, nn.Module):

@@ -127,7 +127,7 @@ def evaluate_run(
         sync_errors(mesh, lambda: check_samples(bundle.model, mesh, config))
         reader = sync_errors(mesh, bundle.held_out_reader)
         assert reader is not None
-        check_rows([reader], mesh)
+        check_rows([reader], bundle.model, mesh)
         packs = sync_errors(mesh, lambda: read_parts(reader, mesh))
         local_checkpoint = sync_errors(mesh, lambda: find_weights(config, folder, best) if mesh.is_first else None)
         checkpoint: Path | None = mesh.from_first(local_checkpoint)

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.reader import Reader
@@ -19,6 +21,7 @@ from omnizoo.modalities.denoised import LATENTS, PixelShape
 from omnizoo.modalities.files.generated import modality_of_file, save_output
 from omnizoo.modalities.media import BadMedia
 from omnizoo.models.diffusion.pipeline_folder import PipelineFolder
+from omnizoo.models.diffusion.recipe import denoiser_recipe
 from omnizoo.models.diffusion.samples import pipeline_of
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.reporting.run_folder import RunFolder
@@ -114,6 +117,33 @@ class PipelineSampler:
         [rendered] = self.renderer.render_samples(row, (0, 0, held_out.number), held_out.find)
         items = [item for item in rendered.items if item.media.modality != LATENTS]
         return copy_media(items, run, run.questions / str(number))
+
+
+def check_denoiser_settings(model: nn.Module, config: Config) -> None:
+    """Check settings whose effect depends on whether the model is a diffusion transformer.
+
+    Raises:
+        UserError: If a setting has no effect on the model.
+    """
+    if denoiser_recipe(model) is None:
+        if config.evaluation.pipeline:
+            raise UserError(
+                f"{KEY}: {config.evaluation.pipeline}, but the model is not a diffusion transformer. Remove it."
+            )
+        return
+    for name in ("max_tokens", "temperature", "batch"):
+        if name in config.evaluation.model_fields_set:
+            raise UserError(f"evaluation.{name}: a diffusion transformer does not use it. Remove it, or see {KEY}.")
+    for i, metric in enumerate(config.evaluation.metrics):
+        if metric.kind in ("accuracy", "exact_match"):
+            raise UserError(f"evaluation.metrics.{i}: {metric.kind} needs a language model. Use clip_score or fid.")
+    if config.checkpoint.export is not None:
+        raise UserError(
+            "checkpoint.export: a diffusion transformer is not exported while it trains. Remove it, and run "
+            "`omnizoo export` on a checkpoint."
+        )
+    if config.evaluation.samples or config.evaluation.pipeline:
+        sampling_arguments(config, pipeline_of(config.model))
 
 
 def sampling_arguments(config: Config, folder: PipelineFolder) -> dict[str, Any]:
