@@ -10,8 +10,8 @@ from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.models.diffusion.samples import SampleSizes
 
-MAX_FRAMES = 3  # maximum number of patches per axis in a small copy
-MAX_SIDE = 4
+MAX_FRAMES = 3  # maximum number of patches along the frames in a small copy
+MIN_SIDE = 3  # minimum number of patches of a side; one more is possible
 
 
 class SimulatedItem(DenoisedItem):
@@ -50,12 +50,12 @@ class SimulatedItem(DenoisedItem):
         return {"latents": normal(shape), **{name: normal(size) for name, size in conditions.items()}}
 
     def _small_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a shape with a few patches per axis, which differs between most shapes."""
+        """Return a shape with a few patches per axis, which differs between most shapes.
+
+        A frame has at least 9 patches, so that each of up to 8 ranks has a token.
+        """
         channels, *sides = shape
-        limits = (MAX_FRAMES, MAX_SIDE, MAX_SIDE)[-len(sides) :]
         patches = self.sizes.patch[-len(sides) :]
-        small = []
-        for side, patch, limit in zip(sides, patches, limits, strict=True):
-            num_patches = max(1, side // patch)
-            small.append(patch * (num_patches if num_patches <= limit else 2 + num_patches % (limit - 1)))
-        return (channels, *small)
+        counts = [side // patch for side, patch in zip(sides, patches, strict=True)]
+        small = [min(count, MAX_FRAMES) for count in counts[:-2]] + [MIN_SIDE + count % 2 for count in counts[-2:]]
+        return (channels, *(max(1, count) * patch for count, patch in zip(small, patches, strict=True)))
