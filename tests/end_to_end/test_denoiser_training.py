@@ -17,6 +17,7 @@ from processes import run_on_ranks, start_omnizoo, train_in_this_world
 from safetensors.torch import save_file
 from tiny import read_steps
 
+from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.loader import build_loader
@@ -126,6 +127,12 @@ class PlainFlux:
         condition = {"text": text, "pooled": pooled, "guidance": torch.tensor([3.5])}
         noisy = (1 - share) * data + share * random
         return Batch(noisy, torch.tensor([share]), condition, random - data)
+
+
+def test_shape_with_fewer_tokens_than_ranks_raises(picture_config: Path) -> None:
+    config = load_config(picture_config, ["--parallel.ulysses", "512", "--parallel.ring", "2"])
+    with pytest.raises(UserError, match=r"^data\.shapes: 32x16 .*1024 ranks"):
+        _ = build_bundle(config).media
 
 
 def test_first_step_equals_plain_diffusers(picture_config: Path, pipeline: Path, tmp_path: Path) -> None:

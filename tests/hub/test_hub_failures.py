@@ -86,7 +86,7 @@ def test_unusable_repository_prints_one_line(
         (["--data.sources.0.path", "hub:acme/chats/gone"], "data.sources.0.path: hub:acme/chats/gone: "),
         (["--data.sources.0.split", "validation"], "data.sources.0.path: acme/chats: "),
         (["--model.path", "modelscope:acme/tiny"], "model.path: modelscope:acme/tiny: the package modelscope is not"),
-        (["--model.path", "./acme"], "model.tokenizer: ./acme is not a"),
+        (["--model.path", "./acme"], "model.path: ./acme is not a"),
     ],
 )
 def test_invalid_name_prints_one_line_with_its_key(

@@ -1,5 +1,6 @@
 """Collect the arguments of the data loader that depend on a diffusion transformer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ def denoiser_inputs(config: Config, simulated: Simulated | None = None) -> dict[
     parsed = [PixelShape.parse(shape) for shape in shapes]
     folder = pipeline_of(config.model)
     sizes = SampleSizes.of(config.model).for_rows(folder, parsed, config.data.text_tokens)
+    _check_token_counts(config, parsed, sizes)
     modalities = denoised_modalities(
         sizes.media, sizes, shapes=shapes, crop=config.data.crop, frame_rate=config.data.frame_rate
     )
@@ -42,3 +44,15 @@ def denoiser_inputs(config: Config, simulated: Simulated | None = None) -> dict[
             assert isinstance(modality.decoder, DenoisedItem)
             modalities[name] = replace(modality, decoder=SimulatedItem(modality.decoder, sizes, is_small))
     return {"modalities": modalities, "prompts": sizes}
+
+
+def _check_token_counts(config: Config, shapes: Sequence[PixelShape], sizes: SampleSizes) -> None:
+    """Check that every rank that shares a sample gets at least one token of its latents."""
+    num_ranks = config.parallel.ulysses * config.parallel.ring
+    for shape in shapes:
+        num_tokens = sizes.latent_tokens(sizes.latent_shape(*shape))
+        if num_tokens < num_ranks:
+            raise UserError(
+                f"data.shapes: {shape} has {num_tokens} tokens, but {num_ranks} ranks share a sample "
+                "(parallel.ulysses x parallel.ring). Use fewer of these ranks, or a larger shape."
+            )

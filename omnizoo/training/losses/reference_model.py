@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.training.local_batch import LocalBatch, run_model
 from omnizoo.training.losses.base import NextStep
 from omnizoo.training.losses.log_probability import ResponseLoss, gather_scores, score_in_chunks
-from omnizoo.training.losses.reference_cache import ReferenceCache, cache_name
+
+if TYPE_CHECKING:
+    from omnizoo.training.losses.reference_cache import ReferenceCache
 
 
 class ScoringModel:
@@ -98,8 +100,10 @@ class Reference:
         if self.cache is None:
             _ = self.scorer
 
-    def _open_cache(self, folder: str, config: Config) -> ReferenceCache:
+    def _open_cache(self, folder: str, config: Config) -> "ReferenceCache":
         """Open the cache of this reference in `folder`. Collective: all ranks must call it."""
+        from omnizoo.training.losses.reference_cache import ReferenceCache, cache_name  # imports pyarrow
+
         mesh = self.mesh
         identity = sync_errors(
             mesh, lambda: base_identity(self.config.model, self.config.train.seed) if mesh.is_first else ""
