@@ -444,7 +444,7 @@ def test_adapter_of_different_base_raises_with_first_difference(
     assert "The hash of its base is 123," in fails(write(fields, base="123"))
     for key, value, says in (
         ("peft_type", "IA3", "peft_type is 'IA3'"),
-        ("rank_pattern", {"q_proj": 2}, "rank_pattern is"),
+        ("rank_pattern", {"q_proj": 2}, "q_proj.lora_A.weight is (4, 32) in the file and (2, 32) in the model"),
         ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
         ("r", "4", "r is '4'"),
     ):

@@ -180,7 +180,7 @@ def test_quantized_run_resumes_bitwise_and_merges_into_published_base(
     losses = [[row["loss"] for row in read_steps(folder)] for folder in (run, tmp_path / "again")]
     assert losses[0] == losses[1]
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0
-    assert "trained on a base in nf4" in caplog.text
+    assert "a base model quantized to nf4" in caplog.text
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = load_file(Path(config["model"]["path"]) / "model.safetensors")
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
