@@ -35,7 +35,7 @@ Loc = tuple[int | str, ...]  # path of a value in the config, such as ("data", "
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """Where each key of a config was set: in a line of the file, or on the command line."""
+    """The place where each key of a config was set: a line of the file, or the command line."""
 
     path: str
     lines: dict[str, int]  # line number of each dotted key in the file

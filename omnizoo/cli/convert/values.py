@@ -163,7 +163,7 @@ def _from_mix(name: str, source: "ConversionContext") -> list[dict[str, Any]]:
 
 
 class ConversionContext:
-    """What conversions need in addition to the value: all fields, and the folder of the file."""
+    """Inputs of a conversion in addition to the value: all fields, and the folder of the file."""
 
     def __init__(self, fields: dict[str, Any], folder: Path) -> None:
         self.fields = fields

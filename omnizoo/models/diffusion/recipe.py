@@ -62,7 +62,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Split:
-    """Where the tokens of a transformer are cut and made whole again under sequence parallelism.
+    """The places where the tokens of a transformer are cut and made whole again under sequence parallelism.
 
     Module names are patterns. A pattern may match modules that only some models of the family have.
     """
