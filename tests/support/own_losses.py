@@ -29,7 +29,7 @@ class Norm(Loss):
 
 
 class Unsplit(Loss):
-    """Of the logits, without `batch.sum`."""
+    """A loss on logits that does not use `batch.sum`."""
 
     def from_logits(self, logits, batch):
         return logits.float().square().sum()

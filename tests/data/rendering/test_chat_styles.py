@@ -1,7 +1,7 @@
 """The text that the model learns with each style of chat template, for tool calls, their results and reasoning.
 
 chat_styles.txt has the learned texts of every sample, or the reason of a refusal. They were checked by reading.
-`python tests/data/rendering/test_chat_styles.py` prints the table.
+`PYTHONPATH=tests/support python tests/data/rendering/test_chat_styles.py` prints the table.
 """
 
 import json
